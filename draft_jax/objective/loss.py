@@ -1,0 +1,264 @@
+"""The training objective over a batch: what the training step differentiates, and how it adds micro-steps up.
+
+A micro-step yields a `numerator` (differentiable) and `Sums` (all additive). Both normalisations are the same
+few lines in `train/step.py`:
+
+    (_, sums), grads = jax.value_and_grad(training_loss_sums, has_aux=True)(params, frozen, batch, key, ...)
+    scale = micro_step_scale(sums, objective)
+    accumulated_grads = accumulated_grads + scale * grads
+    accumulated_sums = accumulated_sums + sums          # entry by entry, starting from zero_sums
+    # once per optimizer step:
+    grads = window_scale(accumulated_sums) * accumulated_grads
+    metrics = finalize(accumulated_sums, objective)     # metrics["loss"] is what grads are the gradient of
+
+"window": `scale` is 1 and the accumulated numerator is divided by the accumulated `sum w`, so every
+supervised slot of the optimizer step weighs the same. "micro_step" (DeepSpec): `scale` is `1 / (sum w + 1e-6)`
+of the micro-step, and the accumulated ratios are divided by their number, micro-steps without supervision
+included. A window without any supervision has `window_scale` 0, hence gradients of exactly 0. Under jit over a
+sharded batch the sums are those of the whole batch; nothing has to be reduced by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from draft_jax.anchors import Blocks, anchor_candidates, make_blocks, sample_anchors
+from draft_jax.batch import DraftBatch, FrozenHead
+from draft_jax.config import DraftConfig
+from draft_jax.models.dspark import Params, bind
+from draft_jax.objective.config import ObjectiveConfig, chunk_rows_for
+from draft_jax.objective.metrics import Sums, acceptance, acceptance_sums, confidence_sums
+from draft_jax.objective.reference import vocab_terms_reference
+from draft_jax.objective.sanitize import sanitize, used_positions
+from draft_jax.objective.terms import VocabTerms, vocab_terms
+
+#: Added to a micro-step's weight, as DeepSpec does (dspark_spec 2.3); it decides nothing but 0/0.
+EPSILON = 1e-6
+
+
+def loss_sums(
+    params: Params,
+    frozen: FrozenHead,
+    batch: DraftBatch,
+    blocks: Blocks,
+    config: DraftConfig,
+    objective: ObjectiveConfig,
+    *,
+    dtype: DTypeLike,
+    attention: str = "xla",
+    implementation: Literal["chunked", "reference"] = "chunked",
+    context_valid: Bool[Array, "B L"] | None = None,
+    last_valid: Bool[Array, "B L"] | None = None,
+    batch_shards: int = 1,
+) -> tuple[Float[Array, ""], Sums]:
+    """Objective of given blocks (dspark_spec 2.3) with all sums of 2.4.
+
+    Args:
+        params: trainable parameters, fp32.
+        frozen: the target's embedding and head.
+        batch: finite states wherever `context_valid` and `last_valid` allow.
+        blocks: from `make_blocks`, made with the same `last_valid`.
+        config: the draft.
+        objective: weights and options.
+        dtype: compute dtype of activations and matrix products.
+        attention: name of the attention implementation.
+        implementation: "chunked", or "reference" for plain autodiff with all logits at once.
+        context_valid: context positions that may be attended to; None: all.
+        last_valid: positions that may teach, for the count of candidates only; None: all.
+        batch_shards: devices the batch axis is split over; chunks are then formed on each device by itself.
+
+    Returns:
+        The numerator `sum of alpha * N` over the terms, fp32, and the sums. Differentiate the numerator with
+        respect to `params` only.
+
+    Raises:
+        ValueError: the head has fewer rows than the vocabulary, or `implementation` is unknown.
+    """
+    if frozen.lm_head.shape[0] < config.vocab_size:
+        raise ValueError(
+            f"the target's LM head has {frozen.lm_head.shape[0]} rows, "
+            f"fewer than the draft's vocab_size {config.vocab_size}"
+        )
+    if context_valid is None:
+        context_valid = jnp.ones(batch.loss_mask.shape, bool)
+    draft = bind(config, params, dtype)
+    hidden = draft(batch, blocks, frozen, context_valid, attention=attention)  # [B, N, K, D]
+    z = w2 = None
+    if draft.markov is not None:
+        z, w2 = draft.markov.states(hidden, blocks.prev), draft.markov.w2()
+    terms = _vocab_terms(
+        hidden, z, w2, frozen, batch, blocks, config, objective, implementation, batch_shards
+    )
+
+    accept = acceptance(terms.l1)
+    confidence = None
+    if draft.confidence is not None:
+        features = hidden
+        previous = draft.markov.embed(blocks.prev) if config.confidence_head_with_markov else None
+        if objective.confidence_detach:
+            features, previous = jax.lax.stop_gradient((features, previous))
+        confidence = draft.confidence(features, previous)
+    sums = acceptance_sums(accept, blocks.valid) | confidence_sums(confidence, accept, blocks)
+    numerator = terms.numerator
+    if objective.confidence_alpha:
+        numerator += objective.confidence_alpha * sums["confidence"]
+
+    weight = blocks.weight.sum()
+    candidates = anchor_candidates(
+        batch.loss_mask,
+        batch.document_start,
+        last_valid,
+        supervised_anchors_only=objective.supervised_anchors_only,
+    )
+    used = used_positions(batch.loss_mask)
+    rows = used.any(axis=1).sum(dtype=jnp.float32)
+    sums |= {
+        "weight": weight,
+        "ce": (blocks.weight * terms.ce).sum(),
+        "l1": (blocks.weight * terms.l1).sum(),
+        "valid_anchors": candidates.sum(dtype=jnp.float32),
+        "sampled_anchors": blocks.keep.sum(dtype=jnp.float32),
+        "anchor_slots": rows * blocks.keep.shape[1],
+        "supervised_tokens": blocks.valid.sum(dtype=jnp.float32),
+        "rows": rows,
+        "tokens": used.sum(dtype=jnp.float32),
+        "nonfinite_context": jnp.zeros((), jnp.float32),
+        "nonfinite_last": jnp.zeros((), jnp.float32),
+    }
+    sums["loss_num"] = numerator * micro_step_scale(sums, objective)
+    sums["loss_den"] = weight if objective.normalization == "window" else jnp.ones((), jnp.float32)
+    return numerator, jax.lax.stop_gradient(sums)
+
+
+def _vocab_terms(
+    hidden: Array,
+    z: Array | None,
+    w2: Array | None,
+    frozen: FrozenHead,
+    batch: DraftBatch,
+    blocks: Blocks,
+    config: DraftConfig,
+    objective: ObjectiveConfig,
+    implementation: str,
+    batch_shards: int,
+) -> VocabTerms:
+    """The vocabulary terms over [B, N, K] rows; `ce` and `l1` in that shape."""
+    rows, anchors, slots = blocks.labels.shape
+
+    def flat(values: Array | None) -> Array | None:
+        return None if values is None else values.reshape(rows, anchors * slots, *values.shape[3:])
+
+    arguments = (
+        flat(hidden),
+        flat(z),
+        w2,
+        frozen.lm_head,
+        batch.last_hidden,
+        flat(blocks.target_index),
+        flat(blocks.labels),
+        flat(blocks.weight),
+        flat(blocks.valid),
+    )
+    options = {
+        "vocab_size": config.vocab_size,
+        "ce_alpha": objective.ce_alpha,
+        "l1_alpha": objective.l1_alpha,
+    }
+    if implementation == "chunked":
+        local_rows = max(1, rows // batch_shards) * anchors * slots
+        chunk_rows = objective.chunk_rows or chunk_rows_for(local_rows, config.vocab_size)
+        terms = vocab_terms(*arguments, **options, chunk_rows=chunk_rows, shards=batch_shards)
+    elif implementation == "reference":
+        terms = vocab_terms_reference(*arguments, **options)
+    else:
+        raise ValueError(
+            f"objective implementation {implementation!r} is unknown; choose 'chunked' or 'reference'"
+        )
+    shape = blocks.labels.shape
+    return terms._replace(ce=terms.ce.reshape(shape), l1=terms.l1.reshape(shape))
+
+
+def training_loss_sums(
+    params: Params,
+    frozen: FrozenHead,
+    batch: DraftBatch,
+    key: jax.Array,
+    config: DraftConfig,
+    objective: ObjectiveConfig,
+    *,
+    dtype: DTypeLike,
+    attention: str = "xla",
+    implementation: Literal["chunked", "reference"] = "chunked",
+    first_row: int | Int[Array, ""] = 0,
+    batch_shards: int = 1,
+) -> tuple[Float[Array, ""], Sums]:
+    """Sanitize, draw anchors, make blocks, and take `loss_sums`: the function a training step differentiates.
+
+    Args:
+        params: see `loss_sums`, like the arguments not listed here.
+        frozen: see `loss_sums`.
+        batch: as captured, possibly with non-finite states.
+        key: random key of the optimizer step.
+        config: see `loss_sums`.
+        objective: see `loss_sums`.
+        dtype: see `loss_sums`.
+        attention: see `loss_sums`.
+        implementation: see `loss_sums`.
+        first_row: number of the batch's first row within the optimizer step. With one key per optimizer step
+            and `first_row = micro_step * B`, the split into micro-steps does not change the anchors.
+        batch_shards: see `loss_sums`.
+
+    Returns:
+        Numerator and sums, as `loss_sums`, with `nonfinite_context` and `nonfinite_last` filled in.
+    """
+    clean = sanitize(batch, enabled=objective.sanitize)
+    anchors, keep = sample_anchors(
+        key,
+        batch.loss_mask,
+        batch.document_start,
+        objective.num_anchors,
+        clean.last_valid,
+        supervised_anchors_only=objective.supervised_anchors_only,
+        first_row=first_row,
+    )
+    blocks = make_blocks(clean.batch, anchors, keep, config.block_size, objective.gamma, clean.last_valid)
+    numerator, sums = loss_sums(
+        params,
+        frozen,
+        clean.batch,
+        blocks,
+        config,
+        objective,
+        dtype=dtype,
+        attention=attention,
+        implementation=implementation,
+        context_valid=clean.context_valid,
+        last_valid=clean.last_valid,
+        batch_shards=batch_shards,
+    )
+    return numerator, sums | {
+        "nonfinite_context": clean.nonfinite_context,
+        "nonfinite_last": clean.nonfinite_last,
+    }
+
+
+def micro_step_scale(sums: Sums, objective: ObjectiveConfig) -> Float[Array, ""]:
+    """Factor on a micro-step's gradients before they are accumulated; see the module's docstring."""
+    if objective.normalization == "window":
+        return jnp.ones((), jnp.float32)
+    return 1.0 / (sums["weight"] + EPSILON)
+
+
+def window_scale(sums: Sums) -> Float[Array, ""]:
+    """Factor on accumulated gradients when the optimizer step is taken; 0 when nothing was supervised.
+
+    Args:
+        sums: accumulated over the micro-steps of one optimizer step.
+    """
+    divisor = sums["loss_den"]
+    return jnp.where(divisor > 0, 1.0 / jnp.where(divisor > 0, divisor, 1.0), 0.0)

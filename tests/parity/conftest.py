@@ -1,0 +1,53 @@
+"""Fixtures of the parity tests. They run on the CPU: fp32 there is fp32, not TF32."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+import pytest
+import torch
+
+from .cases import Case, build_case
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_case() -> Callable[..., Case]:
+    """`build_case` with memory. Cases are read-only; a test that trains asks for a `fresh` one."""
+    remembered = functools.lru_cache(maxsize=None)(build_case)
+
+    def make(heads: str = "vanilla", rope: str | None = None, seed: int = 0, fresh: bool = False) -> Case:
+        return build_case(heads, rope, seed) if fresh else remembered(heads, rope, seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_folder() -> Path:
+    """The shared folder (``DRAFT_JAX_SHARED``, /work/shared or ../shared); skip where there is none."""
+    root = Path(__file__).resolve().parents[2]
+    places = [os.environ.get("DRAFT_JAX_SHARED"), "/work/shared", root.parent / "shared"]
+    for place in places:
+        if place and (Path(place) / "data" / "dspark_smollm2_deepspec" / "model.safetensors").is_file():
+            return Path(place)
+    pytest.skip("no shared folder with data/dspark_smollm2_deepspec (set DRAFT_JAX_SHARED to try one)")
+
+
+@pytest.fixture
+def gradients_of() -> Callable[..., dict[str, np.ndarray]]:
+    """Gradients of a torch scalar by parameter name; zeros where nothing flows."""
+
+    def gradients(case: Case, scalar: torch.Tensor) -> dict[str, np.ndarray]:
+        names, parameters = zip(*case.model.named_parameters(), strict=True)
+        found = torch.autograd.grad(scalar, parameters, allow_unused=True)
+        return {
+            name: (torch.zeros_like(p) if g is None else g).numpy()
+            for name, p, g in zip(names, parameters, found, strict=True)
+        }
+
+    return gradients

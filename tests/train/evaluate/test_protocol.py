@@ -1,0 +1,253 @@
+"""The decoding loop: lossless, well accounted, independent of order, loud when the draft does nothing."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from train.evaluate.config import EvalConfig
+from train.evaluate.protocol import MismatchError, evaluate, sample_generator
+from train.evaluate.tasks import Prompt
+
+
+@pytest.fixture(scope="module")
+def target(make_target):
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def config(make_config, target):
+    return make_config(target)
+
+
+@pytest.fixture(scope="module")
+def params(make_params, config):
+    return make_params(config)
+
+
+@pytest.fixture(scope="module")
+def greedy(target, config, params, make_prompts):
+    return evaluate(target, config, params, None, make_prompts(24), EvalConfig(max_new_tokens=24))
+
+
+def outputs(result):
+    return {sample.prompt: sample.output_tokens for sample in result.samples}
+
+
+def test_greedy_output_equals_plain_decoding(greedy):
+    assert greedy.identical_to_plain == 24
+    assert greedy.differences == []
+    assert greedy.error is None
+
+
+def test_plain_decoding_equals_transformers_generate(target, greedy, make_prompts):
+    """The reference that both are compared with is not ours."""
+    import torch
+
+    for prompt in make_prompts(24)[:6]:
+        expected = target._model.generate(
+            torch.tensor(prompt.input_ids[None].astype(np.int64)), max_new_tokens=24, do_sample=False,
+            attention_mask=torch.ones(1, len(prompt.input_ids), dtype=torch.long), pad_token_id=0,
+        )[0, len(prompt.input_ids) :].tolist()  # fmt: skip
+        assert outputs(greedy)[prompt.id] == expected
+
+
+def test_the_rounds_account_for_every_token(greedy):
+    assert greedy.tokens == 24 * 24
+    for sample in greedy.samples:
+        assert len(sample.output_tokens) == 24
+        assert sum(item.length for item in sample.rounds) == 23
+        assert all(item.finish is None for item in sample.rounds[:-1])
+        assert sample.finish == sample.rounds[-1].finish == "length"
+        assert len(sample.token_kinds) == 24
+        assert sample.token_kinds.count("draft") == sum(item.accepted for item in sample.rounds)
+    assert greedy.accept_length == greedy.statistics.committed / greedy.rounds
+    assert greedy.statistics.committed == 24 * 23
+
+
+def test_some_drafts_are_accepted_and_some_refused(greedy):
+    """Otherwise the tests above would not have seen both branches."""
+    assert 0 < greedy.statistics.accepted < greedy.statistics.proposed
+    assert greedy.survival[0] is not None
+    assert 0 < greedy.survival[0] < 1
+
+
+def test_compiled_once(greedy):
+    assert greedy.compiled["before"] == greedy.compiled["after"] == 3
+
+
+def test_time_is_accounted(greedy):
+    seconds = greedy.seconds
+    assert seconds.total >= seconds.prefill + seconds.draft + seconds.target > 0
+    assert greedy.tokens_per_second_draft > 0
+    assert greedy.tokens_per_second_plain > 0
+    assert 0 < greedy.draft_share < 1
+
+
+def test_json_and_table(greedy):
+    record = json.loads(json.dumps(greedy.to_json()))
+    assert record["accept_length"] == greedy.accept_length
+    assert record["survival"] == list(greedy.survival)
+    assert record["samples"][0]["output_tokens"] == greedy.samples[0].output_tokens
+    assert "samples" not in greedy.to_json(samples=False)
+    assert ("equal to plain greedy decoding", "24 of 24") in greedy.table()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_order_and_company_change_nothing(target, config, params, make_prompts, temperature):
+    prompts = make_prompts(6)
+    eval_config = EvalConfig(max_new_tokens=12, temperature=temperature, plain=False)
+    forward = evaluate(target, config, params, None, prompts, eval_config)
+    backward = evaluate(target, config, params, None, prompts[::-1], eval_config)
+    alone = evaluate(target, config, params, None, prompts[2:3], eval_config)
+    assert outputs(forward) == outputs(backward)
+    assert outputs(alone)["p2"] == outputs(forward)["p2"]
+    other_seed = evaluate(target, config, params, None, prompts, dataclasses.replace(eval_config, seed=1))
+    assert (outputs(other_seed) == outputs(forward)) == (temperature == 0.0)
+
+
+@pytest.mark.parametrize("head", [{"markov_rank": 0, "confidence_head_with_markov": False},
+                                  {"markov_head_type": "gated"}, {"markov_head_type": "rnn"},
+                                  {"enable_confidence_head": False}, {"block_size": 1}])  # fmt: skip
+def test_every_kind_of_draft_is_lossless(target, make_config, make_params, make_prompts, head):
+    config = make_config(target, **head)
+    result = evaluate(target, config, make_params(config), None, make_prompts(4), EvalConfig(max_new_tokens=12))
+    assert result.identical_to_plain == 4
+    assert len(result.survival) == config.block_size
+
+
+def test_untrained_draft_is_made_here(target, config, make_prompts):
+    eval_config = EvalConfig(max_new_tokens=8)
+    first = evaluate(target, config, None, None, make_prompts(3), eval_config)
+    again = evaluate(target, config, None, None, make_prompts(3), eval_config)
+    assert first.identical_to_plain == 3
+    assert first.statistics == again.statistics
+
+
+def test_stop_token_ends_the_output(make_target, make_config, make_params, make_prompts, greedy):
+    """The same weights with a frequent token made the stop token: outputs are cut right after its first place."""
+    tokens = [token for sample in greedy.samples for token in sample.output_tokens]
+    eos = max(set(tokens), key=tokens.count)
+    target = make_target(eos=eos)
+    config = make_config(target)
+    result = evaluate(target, config, make_params(config), None, make_prompts(24), EvalConfig(max_new_tokens=24))
+    for sample in result.samples:
+        whole = outputs(greedy)[sample.prompt]
+        cut = whole[: whole.index(eos) + 1] if eos in whole else whole
+        assert sample.output_tokens == cut
+        assert sample.finish == ("eos" if eos in whole else "length")
+    assert result.identical_to_plain == 24
+    assert result.to_json()["finish"]["eos"] > 0
+
+
+def test_budget_of_one_token_runs_no_round_and_says_so(target, config, params, make_prompts):
+    result = evaluate(target, config, params, None, make_prompts(2), EvalConfig(max_new_tokens=1))
+    assert result.rounds == 0
+    assert result.accept_length is None
+    assert "no round was run" in result.error
+    assert result.identical_to_plain == 2
+
+
+def test_a_draft_that_proposes_nothing_is_an_error_not_1_00(target, config, params, make_prompts):
+    """Threshold 1 is above every sigmoid: each round is a plain target step."""
+    eval_config = EvalConfig(max_new_tokens=6, confidence_threshold=1.0)
+    result = evaluate(target, config, params, None, make_prompts(2), eval_config)
+    assert result.statistics.accept_length == 1.0
+    assert result.accept_length is None
+    assert result.to_json()["accept_length"] is None
+    assert "proposed nothing" in result.error
+    assert result.identical_to_plain == 2
+
+
+def test_confidence_threshold_shortens_proposals_and_stays_lossless(target, config, params, make_prompts):
+    eval_config = EvalConfig(max_new_tokens=16, confidence_threshold=0.5)
+    result = evaluate(target, config, params, None, make_prompts(8), eval_config)
+    assert result.identical_to_plain == 8
+    assert 0 < result.statistics.proposal_length < config.block_size
+
+
+def test_threshold_without_a_confidence_head_is_refused(target, make_config, make_params, make_prompts):
+    config = make_config(target, enable_confidence_head=False)
+    with pytest.raises(ValueError, match="no confidence head"):
+        evaluate(target, config, make_params(config), None, make_prompts(1), EvalConfig(confidence_threshold=0.5))
+
+
+def test_refused_prompts_are_counted_with_their_reason(target, config, params):
+    prompts = [
+        Prompt("good", np.array([1, 2, 3], np.int32)),
+        Prompt("empty", np.array([], np.int32)),
+        Prompt("long", np.ones(256, np.int32)),
+        Prompt("nearly", np.ones(250, np.int32)),
+        Prompt("alien", np.array([1, 64], np.int32)),
+    ]
+    result = evaluate(target, config, params, None, prompts, EvalConfig(max_new_tokens=16))
+    assert [sample.prompt for sample in result.samples] == ["good", "nearly"]
+    assert {refusal.prompt: refusal.reason for refusal in result.refusals} == {
+        "empty": "empty prompt",
+        "long": "prompt longer than the context: 256 of 256 tokens",
+        "alien": "id beyond the vocabulary: 64 of 64",
+    }
+    record = result.to_json()
+    assert record["refused"] == {
+        "empty prompt": 1, "prompt longer than the context": 1, "id beyond the vocabulary": 1,
+    }  # fmt: skip
+    assert record["settings"]["shortened_to_context"] == 1
+    assert len(result.samples[1].output_tokens) == 6
+    assert result.identical_to_plain == 2
+    small = EvalConfig(max_new_tokens=16, max_context=8)
+    assert len(evaluate(target, config, params, None, prompts[:1], small).samples[0].output_tokens) == 5
+
+
+def test_nothing_left_to_evaluate_is_an_error(target, config, params):
+    result = evaluate(target, config, params, None, [Prompt("empty", np.array([], np.int32))], EvalConfig())
+    assert result.accept_length is None
+    assert result.error == "no prompt was evaluated (1 refused)"
+    json.dumps(result.to_json())
+    assert result.table()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": 40}, r"hidden_size: the draft was made for 40, target tiny-llama has 32"),
+        ({"vocab_size": 80}, r"vocab_size: the draft was made for 80, target tiny-llama has 64"),
+        ({"num_target_layers": 9}, r"layers of the target: the draft was made for 9, target tiny-llama has 4"),
+        ({"target_layer_ids": (0, 1)}, r"tapped layers: the draft was made for \(0, 1\), .* has \(0, 2\)"),
+    ],
+)
+def test_a_draft_of_another_target_is_refused_naming_both(target, make_config, make_prompts, overrides, message):
+    with pytest.raises(MismatchError, match=message):
+        evaluate(target, make_config(target, **overrides), None, None, make_prompts(1), EvalConfig())
+
+
+def test_equal_ids_are_refused(target, config, params, make_prompts):
+    prompt = make_prompts(1)[0]
+    with pytest.raises(ValueError, match="two prompts have the id 'p0'"):
+        evaluate(target, config, params, None, [prompt, prompt], EvalConfig())
+
+
+def test_a_broken_draft_is_an_error_not_a_low_score(target, config, params, make_prompts):
+    import jax
+
+    from train.evaluate.draft_runner import ProposalError
+
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    with pytest.raises(ProposalError, match="slot 0 are not finite"):
+        evaluate(target, config, broken, None, make_prompts(1), EvalConfig(max_new_tokens=8, temperature=1.0))
+
+
+def test_progress_is_told_after_every_prompt(target, config, params, make_prompts):
+    seen = []
+    eval_config = EvalConfig(max_new_tokens=4, plain=False)
+    result = evaluate(target, config, params, None, make_prompts(3), eval_config, lambda *call: seen.append(call))
+    assert [call[:2] for call in seen] == [(1, 3), (2, 3), (3, 3)]
+    assert seen[-1][2] == result.accept_length
+    assert result.tokens_per_second_plain is None
+    assert result.identical_to_plain is None
+
+
+def test_random_streams_are_their_own():
+    draw = lambda *key: sample_generator(*key).random(4).tolist()  # noqa: E731
+    assert draw(1, "a") == draw(1, "a")
+    assert len({tuple(draw(*key)) for key in [(1, "a"), (2, "a"), (1, "b"), (1, "a", "plain")]}) == 4

@@ -1,0 +1,300 @@
+"""Checkpoints of a run: written in the background, complete or absent, rotated; read back only when all matches."""
+
+import errno
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+from draft_jax.config import DraftConfig
+from draft_jax.models.dspark import abstract_params
+
+from .config import CheckpointConfig
+from .state import Params, TrainState
+
+CHECKPOINTS = "checkpoints"
+DRAFT_CONFIG = "draft_config.json"
+
+#: What orbax leaves in a folder whose save came to its end.
+_COMPLETE = ("_CHECKPOINT_METADATA", "params", "optimizer", "run")
+#: Name under which the value that ranks checkpoints is stored; higher is better whatever the metric.
+_SCORE = "score"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or does not belong to this run; the message names what differs."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds besides arrays.
+
+    Attributes:
+        step: optimizer steps done.
+        position: state of the row iterator, as plain values.
+        identity: the facts a resuming run must share, by dotted name.
+        settings: the resolved configuration of the run that saved, as plain values.
+    """
+
+    step: int
+    position: Any
+    identity: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending. Leftovers of interrupted saves do not count."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if _is_step(entry) and not _missing_parts(entry))
+
+
+def _is_step(path: Path) -> bool:
+    return path.is_dir() and re.fullmatch(r"\d+", path.name) is not None
+
+
+def _missing_parts(path: Path) -> list[str]:
+    return [part for part in _COMPLETE if not (path / part).exists()]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Saves run in the background: `save` returns once the state is copied to the host, the files appear under their
+    final name only when complete, so a kill at any moment leaves the last complete one. `poll` raises the error of
+    a background save as soon as it has happened.
+
+    Args:
+        folder: made if absent. A numeric folder without all its parts (something else's, or a damaged one) is
+            renamed to `STEP.incomplete`, with a line saying so: orbax would take it for the latest.
+        config: how many are kept, and what best means.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        self.folder, self.config = folder, config
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in folder.iterdir():
+            if _is_step(entry) and (missing := _missing_parts(entry)):
+                aside = folder / f"{entry.name}.incomplete"
+                shutil.rmtree(aside, ignore_errors=True)
+                entry.rename(aside)
+                print(f"checkpoint {entry} lacks {', '.join(missing)}; set aside as {aside.name}", flush=True)
+        policies = ocp.training.preservation_policies
+        self._checkpointer = ocp.training.Checkpointer(
+            folder,
+            preservation_policy=policies.AnyPreservationPolicy(
+                [
+                    policies.LatestN(config.keep),
+                    policies.BestN(
+                        get_metric_fn=lambda metrics: metrics[_SCORE],
+                        n=config.keep_best,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            ),
+            cleanup_tmp_directories=True,
+        )
+        self._pending: tuple[int, Any] | None = None
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return complete_steps(self.folder)
+
+    def save(self, state: TrainState, saved: Saved, metrics: Mapping[str, float]) -> None:
+        """Start writing a checkpoint; waits for the one before if that is still being written.
+
+        Args:
+            state: arrays; may be donated as soon as this returns.
+            saved: position and facts.
+            metrics: of the steps since the checkpoint before; the best one is chosen by `config.best_metric`.
+
+        Raises:
+            CheckpointError: it cannot be written, or the save before failed.
+        """
+        self.wait()
+        value = metrics.get(self.config.best_metric, math.nan)
+        ranked = None
+        if math.isfinite(value):
+            score = value if self.config.best_mode == "max" else -value
+            ranked = {_SCORE: score, self.config.best_metric: value}
+        text = json.dumps({"position": saved.position, "identity": saved.identity, "settings": saved.settings})
+        parts = {
+            "params": state.params,
+            "optimizer": {"opt_state": state.opt_state, "step": state.step, "key": state.key},
+            "run": {"json": text},
+        }
+        try:
+            response = self._checkpointer.save_checkpointables_async(saved.step, parts, force=True, metrics=ranked)
+        except Exception as error:
+            raise self._failure(saved.step, error) from error
+        self._pending = (saved.step, response)
+
+    def poll(self) -> None:
+        """Raise the error of a background save that has ended in one; never waits."""
+        if self._pending is not None and not self._checkpointer.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the background save is complete. Raises CheckpointError if it failed."""
+        if self._pending is None:
+            return
+        step, response = self._pending
+        self._pending = None
+        try:
+            response.result()
+        except Exception as error:
+            raise self._failure(step, error) from error
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        for leftover in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        reason = "no space left on the disk" if full else " ".join(str(error).split()) or type(error).__name__
+        intact = ", ".join(map(str, self.steps())) or "none"
+        return CheckpointError(
+            f"checkpoint of step {step} could not be written to {self.folder}: {reason}. Complete checkpoints there: "
+            f"{intact}. Make room or mend the folder, then continue with --resume auto"
+        )
+
+    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Saved]:
+        """Read a checkpoint into arrays of the given shapes, dtypes and shardings.
+
+        Raises:
+            CheckpointError: a tensor is missing, unknown, or of another shape or dtype; all are named.
+        """
+        wanted = {
+            "params": abstract.params,
+            "optimizer": {"opt_state": abstract.opt_state, "step": abstract.step, "key": abstract.key},
+        }
+        folder = self.folder / str(step)
+        _check_tensors(folder, wanted)
+        loaded = _load(folder, {**wanted, "run": None})
+        record = json.loads(loaded["run"]["json"])
+        optimizer = loaded["optimizer"]
+        state = TrainState(optimizer["step"], loaded["params"], optimizer["opt_state"], optimizer["key"])
+        return state, Saved(step, record["position"], record["identity"], record["settings"])
+
+    def close(self) -> None:
+        """Wait for the background save and free orbax's threads. Raises CheckpointError if that save failed."""
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+
+def read_saved(folder: Path, step: int) -> Saved:
+    """The plain values of a checkpoint, without its arrays."""
+    record = json.loads(_load(folder / str(step), {"run": None})["run"]["json"])
+    return Saved(step, record["position"], record["identity"], record["settings"])
+
+
+def load_trained(run_dir: str | Path, step: int | Literal["latest", "best"] = "latest") -> tuple[DraftConfig, Params]:
+    """Parameters of a run, for evaluation and export; moments are not read.
+
+    Args:
+        run_dir: folder of the run, with draft_config.json and checkpoints/.
+        step: a step that has a checkpoint, `latest`, or `best` (by the run's checkpoint.best_metric).
+
+    Returns:
+        The draft's configuration and its float32 parameters, on the default device.
+
+    Raises:
+        CheckpointError: no run, no such checkpoint, or one that does not fit the configuration.
+    """
+    run_dir = Path(run_dir)
+    config_file = run_dir / DRAFT_CONFIG
+    if not config_file.is_file():
+        raise CheckpointError(f"{run_dir} is not a run: it has no {DRAFT_CONFIG}")
+    draft = DraftConfig.from_hf(json.loads(config_file.read_text()))
+    folder = run_dir / CHECKPOINTS
+    steps = complete_steps(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} holds no complete checkpoint; train first")
+    chosen = steps[-1] if step == "latest" else best_step(folder) if step == "best" else step
+    if chosen not in steps:
+        raise CheckpointError(f"{folder} holds no checkpoint of step {chosen}; it holds {', '.join(map(str, steps))}")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params(draft, jnp.float32)
+    )
+    _check_tensors(folder / str(chosen), {"params": wanted})
+    return draft, _load(folder / str(chosen), {"params": wanted})["params"]
+
+
+def best_step(folder: Path) -> int:
+    """Step of the best complete checkpoint; the latest one if none was ranked."""
+    scores = {}
+    for step in complete_steps(folder):
+        metrics = folder / str(step) / "metrics" / "metrics"
+        if metrics.is_file():
+            scores[step] = json.loads(metrics.read_text()).get(_SCORE, -math.inf)
+    return max(scores, key=lambda step: (scores[step], step)) if scores else complete_steps(folder)[-1]
+
+
+def check_identity(saved: Saved, now: Mapping[str, Any], source: Path) -> None:
+    """Refuse to continue a run with other data, another draft or another seed.
+
+    Raises:
+        CheckpointError: names every fact that differs, with both values.
+    """
+    differing = [
+        f"  {name}: checkpoint {saved.identity.get(name)!r}, this run {now.get(name)!r}"
+        for name in sorted({*saved.identity, *now})
+        if saved.identity.get(name) != now.get(name)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{source} step {saved.step} belongs to another run:\n" + "\n".join(differing) + "\nGive the values of the"
+            " checkpoint, or start in a new run_dir (its weights alone: export it and use draft.init_draft)"
+        )
+
+
+def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return ocp.load_checkpointables(folder, wanted)
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
+
+
+def _check_tensors(folder: Path, wanted: dict[str, Any]) -> None:
+    """Compare names, shapes and dtypes before reading: orbax would cast another dtype without a word."""
+    if missing := _missing_parts(folder):
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}")
+    try:
+        metadata = ocp.checkpointables_metadata(folder).metadata
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
+    problems = []
+    for part, tree in wanted.items():
+        expected, found = _tensors(tree), _tensors(metadata[part])
+        problems += [f"{part}.{name} is missing" for name in expected if name not in found]
+        problems += [f"{part}.{name} is unknown to this draft" for name in found if name not in expected]
+        for name in expected.keys() & found.keys():
+            for what, has, needs in zip(("shape", "dtype"), found[name], expected[name]):
+                if has != needs:
+                    problems.append(f"{part}.{name} has {what} {has}, this run needs {needs}")
+    if problems:
+        shown = "\n  ".join(sorted(problems)[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise CheckpointError(f"{folder} does not fit:\n  {shown}{more}")
+
+
+def _tensors(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Dotted name -> (shape, dtype) of every leaf that has a shape."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "dtype"))[0]
+    return {
+        ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path): (
+            tuple(leaf.shape),
+            str(jnp.dtype(leaf.dtype)),
+        )
+        for path, leaf in leaves
+        if hasattr(leaf, "dtype")
+    }

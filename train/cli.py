@@ -1,0 +1,153 @@
+"""`draft-jax`: one command, four programs. Nothing heavy is imported before the arguments are understood."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+USAGE = """usage: draft-jax COMMAND [options]
+
+Train speculative-decoding drafts, and prove what they accept.
+
+commands:
+  train        train a draft from a YAML configuration
+  eval         accept length and speed of a draft by exact rejection sampling
+  export       write a run's draft as the folder SGLang serves
+  quickstart   all of it on a small target, with a report
+
+`draft-jax COMMAND --help` tells the options of each. Every command takes --debug: a traceback instead of one line.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130/143 stopped by SIGINT/SIGTERM after saving.
+"""
+
+TRAIN_USAGE = """usage: draft-jax train --config FILE [--KEY.KEY=VALUE ...] [options]
+
+options:
+  --config FILE        YAML configuration; see configs/
+  --KEY.KEY=VALUE      override any key, for example --optimizer.lr=3e-4 (also: --optimizer.lr 3e-4)
+  --resume MODE        never (default): a used run_dir is refused; auto: continue if there is a checkpoint; must
+  --init-draft FOLDER  start from the weights of a draft (draft.init_draft)
+  --plan               print the resolved configuration, parameter counts, memory and operations; do not start
+  --debug              traceback on errors
+  -h, --help           this text and every key
+
+SIGTERM or SIGINT saves a checkpoint of the last finished optimizer step and exits with 143 or 130.
+"""
+
+_COMMANDS = {
+    "train": ("train.cli", "train_main"),
+    "eval": ("train.evaluate.command", "main"),
+    "export": ("train.export", "main"),
+    "quickstart": ("train.quickstart", "main"),
+}
+
+_ALIASES = {"init-draft": "draft.init_draft", "resume": "resume", "run-dir": "run_dir"}
+
+
+class UsageError(ValueError):
+    """Arguments that make no command; the message says which."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the process's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"draft-jax {_version()}")
+        return 0
+    command, *rest = arguments
+    if command not in _COMMANDS:
+        print(f"draft-jax: unknown command {command!r}; known: {', '.join(_COMMANDS)}", file=sys.stderr)
+        return 2
+    module, function = _COMMANDS[command]
+    try:
+        return int(getattr(import_module(module), function)(rest) or 0)
+    except KeyboardInterrupt:
+        print(f"draft-jax {command}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        code = _exit_code(error)
+        if debug or code is None:
+            traceback.print_exc()
+            return 1
+        print(f"draft-jax {command}: {_message(error)}", file=sys.stderr)
+        print("(--debug shows where)", file=sys.stderr)
+        return code
+
+
+def train_main(argv: Sequence[str]) -> int:
+    """`draft-jax train`. Returns the exit code; raises what the configuration or the run raises."""
+    if any(a in ("-h", "--help") for a in argv):
+        from .config_help import key_table
+
+        print(TRAIN_USAGE)
+        print(key_table(), end="")
+        return 0
+    path, overrides, plan = parse_train(argv)
+    from .config_file import load_config
+
+    config = load_config(path, overrides)
+    if plan:
+        from . import runtime
+        from .plan import format_plan, make_plan
+
+        platform, _ = runtime.start_jax(config)
+        print(format_plan(config, make_plan(config, platform)))
+        return 0
+    from .loop import run
+
+    return run(config).exit_code
+
+
+def parse_train(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], bool]:
+    """Split arguments into the config file, `(dotted key, value)` overrides and whether `--plan` was given."""
+    path, overrides, plan = None, [], False
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            raise UsageError(f"unexpected argument {argument!r}; options start with --, see draft-jax train --help")
+        name, has_value, value = argument[2:].partition("=")
+        if name == "plan" and not has_value:
+            plan = True
+            continue
+        if not has_value:
+            if not rest or rest[0].startswith("--"):
+                raise UsageError(f"--{name} needs a value: --{name}=VALUE")
+            value = rest.pop(0)
+        if name == "config":
+            path = value
+        else:
+            overrides.append((_ALIASES.get(name, name), value))
+    return path, overrides, plan
+
+
+def _exit_code(error: Exception) -> int | None:
+    """2 for what the user wrote, 1 for what went wrong while doing it, None for a defect (traceback wanted)."""
+    names = {base.__name__ for base in type(error).__mro__}
+    if names & {"ConfigError", "UsageError"}:
+        return 2
+    if isinstance(error, (ValueError, OSError, RuntimeError)) and not isinstance(error, NotImplementedError):
+        return 1
+    return None
+
+
+def _message(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    ours = type(error).__module__.split(".")[0] in ("train", "target_bridge", "draft_jax")
+    return text if ours or isinstance(error, OSError) else f"{type(error).__name__}: {text}"
+
+
+def _version() -> str:
+    try:
+        return version("draft-jax")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

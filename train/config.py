@@ -1,0 +1,247 @@
+"""The configuration of a run: one frozen dataclass per noun, plain values only (read from YAML by config_file)."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from draft_jax.objective.config import ObjectiveConfig
+
+from .data.config import DataConfig
+from .evaluate.config import EvalConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be meant: the message names the dotted key, the value and the remedy."""
+
+
+def _require(condition: bool, key: str, value: Any, remedy: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key} is {value!r}; {remedy}")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The model whose decoding shall become faster. It is run, never trained.
+
+    Attributes:
+        path: folder with config.json and weights, or a hub name.
+        revision: hub revision; None = the hub's default.
+        bridge: which target runs it. `hf` = Transformers, in this process.
+        dtype: of the target's weights and forward: auto = bfloat16 on an accelerator, float32 on a CPU.
+        device: auto (the accelerator JAX uses, else the CPU), cpu, cuda or cuda:N.
+        trust_remote_code: run Python code that comes with the model.
+        capture_cache_gib: host memory [GiB] for captured states, reused in later epochs; 0 = capture every time.
+    """
+
+    path: str
+    revision: str | None = None
+    bridge: Literal["hf"] = "hf"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "auto"
+    trust_remote_code: bool = False
+    capture_cache_gib: float = 0.0
+
+    def __post_init__(self):
+        _require(bool(self.path), "target.path", self.path, "give a model folder or a hub name")
+        _require(self.capture_cache_gib >= 0, "target.capture_cache_gib", self.capture_cache_gib, "give 0 or more")
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """The draft to train. None = the stated default, or what `init_draft` says when that is given.
+
+    Attributes:
+        layers: decoder layers of the draft; default 5.
+        target_layer_ids: target layers whose outputs are tapped, sorted; default spread evenly (dspark_spec 1.8).
+        num_taps: how many layers that spread has; default 5. Not together with target_layer_ids.
+        block_size: tokens drafted at once; default 7.
+        mask_token_id: id of the block's placeholder: a row of the embedding no text uses. Default: the first row
+            past the tokenizer's last token, if the target has one; otherwise it must be given.
+        markov_rank: rank of the Markov head, 0 = none; default 256.
+        markov_head_type: default vanilla.
+        enable_confidence_head: default true.
+        confidence_head_with_markov: the confidence head also sees the previous token's Markov features; default
+            true when both heads exist.
+        intermediate_size: width of the MLP; default the target's.
+        init_draft: folder of a draft (ours, DeepSpec's or SpecForge's) whose weights the run starts from.
+    """
+
+    layers: int | None = None
+    target_layer_ids: tuple[int, ...] | None = None
+    num_taps: int | None = None
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    markov_rank: int | None = None
+    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
+    enable_confidence_head: bool | None = None
+    confidence_head_with_markov: bool | None = None
+    intermediate_size: int | None = None
+    init_draft: str | None = None
+
+    def __post_init__(self):
+        for name in ("layers", "num_taps", "block_size", "intermediate_size"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"draft.{name}", value, "give a positive integer, or leave it out")
+        _require(
+            self.num_taps is None or self.target_layer_ids is None,
+            "draft.num_taps",
+            self.num_taps,
+            "leave it out when draft.target_layer_ids lists the layers",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule, counted in optimizer steps (dspark_spec 3).
+
+    Attributes:
+        lr: peak learning rate.
+        lr_scale: multiplies the rate of every step; the schedule's shape does not change.
+        warmup_ratio: share of all steps that rise linearly to the peak.
+        weight_decay: decoupled, on matrices only (norm scales and biases never decay).
+        betas: decay of first and second moment.
+        eps: added to the root of the second moment.
+        max_grad_norm: clip of the gradient's global norm.
+    """
+
+    lr: float = 6e-4
+    lr_scale: float = 1.0
+    warmup_ratio: float = 0.04
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        _require(self.lr > 0, "optimizer.lr", self.lr, "give a positive rate")
+        _require(self.lr_scale > 0, "optimizer.lr_scale", self.lr_scale, "give a positive factor")
+        _require(0 <= self.warmup_ratio < 1, "optimizer.warmup_ratio", self.warmup_ratio, "give 0 <= ratio < 1")
+        _require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "give 0 or more")
+        _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "give two numbers in [0, 1)")
+        _require(self.eps > 0, "optimizer.eps", self.eps, "give a positive number")
+        _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "give a positive norm")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, in what portions and in which precision.
+
+    Attributes:
+        steps: optimizer steps of the whole run; exclusive with epochs.
+        epochs: passes over the data instead; steps = floor(epochs * samples / (batch_rows * accumulation)).
+        batch_rows: rows [B] of one micro-step, over all devices.
+        accumulation: micro-steps per optimizer step.
+        stop_at: save and stop cleanly after this optimizer step, without changing the schedule (time slices).
+        seed: parameters, anchors; the data order has data.seed.
+        dtype: compute dtype of the draft; auto = bfloat16 on an accelerator, float32 on a CPU. Parameters, moments
+            and the gradient accumulator are float32 always.
+        attention: name of the attention implementation.
+        devices: local devices the batch axis is spread over.
+        fsdp: of these, how many share one copy of parameters, moments and accumulator.
+        memory_fraction: share of the accelerator's memory JAX reserves when it starts.
+    """
+
+    steps: int | None = None
+    epochs: float | None = None
+    batch_rows: int = 1
+    accumulation: int = 1
+    stop_at: int | None = None
+    seed: int = 42
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention: str = "xla"
+    devices: int = 1
+    fsdp: int = 1
+    memory_fraction: float = 0.5
+
+    def __post_init__(self):
+        _require(
+            (self.steps is None) != (self.epochs is None),
+            "train.steps / train.epochs",
+            (self.steps, self.epochs),
+            "give exactly one of the two",
+        )
+        for name in ("steps", "epochs", "stop_at"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"train.{name}", value, "give a positive number")
+        for name in ("batch_rows", "accumulation", "devices", "fsdp"):
+            _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "give a positive integer")
+        _require(
+            self.batch_rows % self.devices == 0,
+            "train.batch_rows",
+            self.batch_rows,
+            f"make it a multiple of train.devices ({self.devices})",
+        )
+        _require(
+            self.devices % self.fsdp == 0, "train.fsdp", self.fsdp, f"it must divide train.devices ({self.devices})"
+        )
+        _require(0 <= self.seed < 2**32, "train.seed", self.seed, "give an integer in [0, 2**32)")
+        _require(0 < self.memory_fraction < 1, "train.memory_fraction", self.memory_fraction, "give 0 < share < 1")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and which are kept.
+
+    Attributes:
+        every: optimizer steps between checkpoints; 0 = only when the run ends or is interrupted.
+        keep: latest checkpoints kept.
+        keep_best: best ones kept besides.
+        best_metric: metric that decides, over the steps since the checkpoint before.
+        best_mode: max or min.
+    """
+
+    every: int = 500
+    keep: int = 2
+    keep_best: int = 1
+    best_metric: str = "tau_probabilistic"
+    best_mode: Literal["max", "min"] = "max"
+
+    def __post_init__(self):
+        _require(self.every >= 0, "checkpoint.every", self.every, "give 0 (only at the end) or a number of steps")
+        _require(self.keep >= 1, "checkpoint.keep", self.keep, "at least the latest checkpoint must stay")
+        _require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "give 0 or more")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is written while training; metrics.jsonl always is.
+
+    Attributes:
+        every: optimizer steps per line; sums are taken over all of them.
+        trackers: any of tensorboard, wandb.
+        wandb_project: project of the wandb run.
+        progress: progress bar on stderr; None = only on a terminal.
+    """
+
+    every: int = 1
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    wandb_project: str = "draft-jax"
+    progress: bool | None = None
+
+    def __post_init__(self):
+        _require(self.every >= 1, "logging.every", self.every, "give a positive number of steps")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything one training run is told.
+
+    Attributes:
+        run_dir: folder the run leaves behind: config.yaml, draft_config.json, metrics.jsonl, checkpoints/.
+        resume: never = a run_dir that already holds a run is refused; auto = continue from the last complete
+            checkpoint if there is one, else start; must = refuse to start anew.
+    """
+
+    target: TargetConfig
+    data: DataConfig
+    run_dir: str
+    draft: DraftSpec = field(default_factory=DraftSpec)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(epochs=1.0))
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    resume: Literal["never", "auto", "must"] = "never"
+
+    def __post_init__(self):
+        _require(bool(self.run_dir), "run_dir", self.run_dir, "give the folder the run shall leave behind")

@@ -1,0 +1,290 @@
+"""What an evaluation found: per prompt, and as numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from train.evaluate.accounting import AcceptStatistics, Round
+
+TokenKind = Literal["first", "draft", "target"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the draft-assisted output first left plain greedy decoding.
+
+    `margin` is the gap between the two largest plain logits there: a tiny one is a tie that rounding may break
+    (any half-precision run), a large one is a fault.
+    """
+
+    prompt: str
+    position: int
+    with_draft: int | None
+    plain: int | None
+    margin: float | None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A prompt that was not evaluated: its id, and the reason in words."""
+
+    prompt: str
+    reason: str
+
+
+@dataclass
+class Seconds:
+    """Wall-clock seconds of one decoding, compilation and warm-up excluded.
+
+    `prefill` is the target on the prompt and the draft's context of it; `draft` and `target` are the rounds;
+    `other` is everything else in the loop (sampling, bookkeeping, transfers).
+    """
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    target: float = 0.0
+    total: float = 0.0
+
+    @property
+    def other(self) -> float:
+        return max(0.0, self.total - self.prefill - self.draft - self.target)
+
+    def add(self, more: Seconds) -> None:
+        self.prefill += more.prefill
+        self.draft += more.draft
+        self.target += more.target
+        self.total += more.total
+
+    def to_json(self) -> dict[str, float]:
+        return {name: round(value, 6) for name, value in {**asdict(self), "other": self.other}.items()}
+
+
+@dataclass
+class SampleResult:
+    """One prompt decoded with the draft (and, when asked, without).
+
+    Attributes:
+        prompt: the prompt's id.
+        prompt_tokens: its length.
+        first_token: sampled from the prefill; part of the output, of no round.
+        rounds: settled rounds, in order.
+        finish: "eos" or "length".
+        seconds: of decoding with the draft.
+        plain_tokens: output of plain decoding, None when not asked for.
+        plain_seconds: of plain decoding.
+    """
+
+    prompt: str
+    prompt_tokens: int
+    first_token: int
+    rounds: list[Round]
+    finish: str
+    seconds: Seconds
+    plain_tokens: list[int] | None = None
+    plain_seconds: Seconds | None = None
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """All generated ids, the first token included."""
+        return [self.first_token, *(token for item in self.rounds for token in item.tokens)]
+
+    @property
+    def token_kinds(self) -> list[TokenKind]:
+        """For each output token: the prefill's first one, an accepted draft, or the target's own."""
+        kinds: list[TokenKind] = ["first"]
+        for item in self.rounds:
+            kinds += ["draft"] * item.accepted + ["target"] * (item.length - item.accepted)
+        return kinds
+
+    def pieces(self, tokenizer) -> list[dict[str, str]]:
+        """The output as readable pieces `{"text", "kind"}` for a report.
+
+        Text is cut where the decoded prefix grows, so a character made of several tokens appears once, with
+        the token that completes it.
+        """
+        pieces: list[dict[str, str]] = []
+        ids: list[int] = []
+        shown = ""
+        for token, kind in zip(self.output_tokens, self.token_kinds):
+            ids.append(token)
+            text = tokenizer.decode(ids)
+            if text.endswith("�"):  # an incomplete character: wait for the token that completes it
+                continue
+            pieces.append({"text": text[len(shown) :], "kind": kind})
+            shown = text
+        return pieces
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "prompt_tokens": self.prompt_tokens,
+            "finish": self.finish,
+            "output_tokens": self.output_tokens,
+            "rounds": [
+                {"proposed": r.proposed, "accepted": r.accepted, "committed": r.length} for r in self.rounds
+            ],
+            "seconds": self.seconds.to_json(),
+            "plain_tokens": self.plain_tokens,
+            "plain_seconds": self.plain_seconds.to_json() if self.plain_seconds else None,
+        }
+
+
+@dataclass
+class EvalResult:
+    """The whole evaluation.
+
+    `error` is a sentence when the numbers must not be read as a measurement (nothing was proposed, nothing was
+    decoded); `accept_length` is then None.
+    """
+
+    statistics: AcceptStatistics
+    samples: list[SampleResult]
+    refusals: list[Refusal]
+    differences: list[Difference]
+    settings: dict[str, Any]
+    compiled: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens committed per round, the target's own token included; None when the evaluation is in error."""
+        return None if self.error else self.statistics.accept_length
+
+    @property
+    def accept_length_sample_mean(self) -> float | None:
+        """Mean over samples of their own accept length: the convention of z-lab's reports (dspark_spec 1.9)."""
+        means = [sum(r.length for r in s.rounds) / len(s.rounds) for s in self.samples if s.rounds]
+        return sum(means) / len(means) if means and not self.error else None
+
+    @property
+    def survival(self) -> tuple[float | None, ...]:
+        return self.statistics.survival
+
+    @property
+    def conditional(self) -> tuple[float | None, ...]:
+        return self.statistics.conditional
+
+    @property
+    def rounds(self) -> int:
+        return self.statistics.rounds
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens of all samples, first tokens included."""
+        return sum(len(sample.output_tokens) for sample in self.samples)
+
+    @property
+    def seconds(self) -> Seconds:
+        total = Seconds()
+        for sample in self.samples:
+            total.add(sample.seconds)
+        return total
+
+    @property
+    def plain_seconds(self) -> Seconds | None:
+        if not self._has_plain:
+            return None
+        total = Seconds()
+        for sample in self.samples:
+            assert sample.plain_seconds is not None
+            total.add(sample.plain_seconds)
+        return total
+
+    @property
+    def _has_plain(self) -> bool:
+        return bool(self.samples) and all(sample.plain_tokens is not None for sample in self.samples)
+
+    @property
+    def tokens_per_second_draft(self) -> float | None:
+        return self.tokens / self.seconds.total if self.samples and self.seconds.total > 0 else None
+
+    @property
+    def tokens_per_second_plain(self) -> float | None:
+        seconds = self.plain_seconds
+        if seconds is None or seconds.total <= 0:
+            return None
+        return sum(len(sample.plain_tokens or ()) for sample in self.samples) / seconds.total
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens/s with the draft over tokens/s without, prefill included on both sides."""
+        with_draft, plain = self.tokens_per_second_draft, self.tokens_per_second_plain
+        return with_draft / plain if with_draft is not None and plain else None
+
+    @property
+    def draft_share(self) -> float | None:
+        """Share of the decoding time spent in the draft."""
+        seconds = self.seconds
+        return seconds.draft / seconds.total if seconds.total > 0 else None
+
+    @property
+    def identical_to_plain(self) -> int | None:
+        """Samples whose tokens equal plain greedy decoding; None when not compared (sampling, or no plain run)."""
+        if not self._has_plain or not self.settings.get("greedy"):
+            return None
+        return sum(sample.output_tokens == sample.plain_tokens for sample in self.samples)
+
+    def to_json(self, samples: bool = True) -> dict[str, Any]:
+        """Everything as plain JSON values; `samples=False` leaves the per-prompt records out."""
+        statistics = asdict(self.statistics)
+        statistics.pop("accept_length")
+        seconds, plain_seconds = self.seconds, self.plain_seconds
+        record = {
+            "accept_length": self.accept_length,
+            "accept_length_sample_mean": self.accept_length_sample_mean,
+            **{
+                name: list(value) if isinstance(value, tuple) else value for name, value in statistics.items()
+            },
+            "tokens": self.tokens,
+            "prompts": len(self.samples),
+            "finish": dict(Counter(sample.finish for sample in self.samples)),
+            "refused": dict(Counter(refusal.reason.split(":")[0] for refusal in self.refusals)),
+            "refusals": [asdict(refusal) for refusal in self.refusals],
+            "tokens_per_second_draft": self.tokens_per_second_draft,
+            "tokens_per_second_plain": self.tokens_per_second_plain,
+            "speedup": self.speedup,
+            "draft_share": self.draft_share,
+            "seconds": seconds.to_json(),
+            "plain_seconds": plain_seconds.to_json() if plain_seconds else None,
+            "identical_to_plain": self.identical_to_plain,
+            "differences": [asdict(difference) for difference in self.differences],
+            "compiled": self.compiled,
+            "settings": self.settings,
+            "error": self.error,
+        }
+        if samples:
+            record["samples"] = [sample.to_json() for sample in self.samples]
+        return record
+
+    def table(self) -> list[tuple[str, str]]:
+        """(name, value) rows for a terminal or a report, every name saying what it counts."""
+        rows = [
+            ("prompts evaluated", str(len(self.samples))),
+            ("prompts refused", str(len(self.refusals))),
+            ("accept length (bonus included, per round)", _number(self.accept_length, 3)),
+            ("accept length, mean over samples", _number(self.accept_length_sample_mean, 3)),
+            ("survival per slot", _row(self.survival)),
+            ("conditional acceptance per slot", _row(self.conditional)),
+            ("rounds", str(self.rounds)),
+            ("proposals per round", _number(self.statistics.proposal_length, 2)),
+            ("tokens generated", str(self.tokens)),
+            ("tokens/s with the draft", _number(self.tokens_per_second_draft, 1)),
+            ("tokens/s plain", _number(self.tokens_per_second_plain, 1)),
+            ("speed-up", _number(self.speedup, 2)),
+            ("draft's share of the time", _number(self.draft_share, 3)),
+        ]
+        if self.identical_to_plain is not None:
+            rows.append(
+                ("equal to plain greedy decoding", f"{self.identical_to_plain} of {len(self.samples)}")
+            )
+        return rows
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _row(values) -> str:
+    return " ".join(_number(value, 2) for value in values)

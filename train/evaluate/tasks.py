@@ -1,0 +1,189 @@
+"""Prompts to evaluate on: JSONL files, rendered by the chat template the target will be served with."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.data import QUICKSTART_PROMPTS
+from train.data.files import Place, read_lines
+from train.data.formats import Conversation, Message, RowRefused, parse_row
+
+#: Ends a conversation that has no answer yet, so that the training reader takes it; cut off again at once.
+_PLACEHOLDER = {"role": "assistant", "content": ""}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        id: unique in its set; with the seed it fixes the prompt's randomness.
+        input_ids: int32 [T], the rendered conversation up to and including the generation prompt.
+        text: the last message, for reports.
+    """
+
+    id: str
+    input_ids: np.ndarray
+    text: str = ""
+
+
+@dataclass
+class PromptSet:
+    """Prompts of a file and what was left out of it.
+
+    Attributes:
+        prompts: in the file's order.
+        refused: (line number, reason) of every row that is no prompt.
+        unused_turns: later user turns of `turns` rows; only the first is asked (dspark_spec 5.1).
+    """
+
+    prompts: list[Prompt] = field(default_factory=list)
+    refused: list[tuple[int, str]] = field(default_factory=list)
+    unused_turns: int = 0
+
+    def summary(self) -> str:
+        """What was left out: a line per reason with its count and first place. Empty when nothing was."""
+        counts = Counter(reason for _, reason in self.refused)
+        lines = [
+            f"{count} row(s) refused: {reason} (first: line {next(n for n, r in self.refused if r == reason)})"
+            for reason, count in counts.items()
+        ]
+        if self.unused_turns:
+            lines.append(f"{self.unused_turns} later user turn(s) not asked: a row of turns asks its first")
+        return "\n".join(lines)
+
+
+def load_prompts(
+    path: str | Path | None,
+    tokenizer: Any,
+    *,
+    limit: int | None = None,
+    template: str = "auto",
+    enable_thinking: bool = False,
+) -> PromptSet:
+    """Reads a JSONL file of prompts.
+
+    A row is `{"turns": [str, ...]}`, of which the first turn is asked, or `{"messages" | "conversations": [...]}` in
+    OpenAI's or ShareGPT's form, asked up to its last assistant turn. An `id` names the prompt, else its line does.
+
+    Args:
+        path: the file; None = the prompts shipped with the package.
+        tokenizer: the target's.
+        limit: at most this many prompts, from the start.
+        template: auto = the tokenizer's own chat template, as a server uses it; else as `data.template`.
+        enable_thinking: handed to templates that know the switch; False as in DeepSpec's evaluator.
+
+    Raises:
+        ValueError: the file cannot be read or holds no prompt, or there is no chat template.
+    """
+    path = QUICKSTART_PROMPTS if path is None else Path(path)
+    if not path.is_file():
+        raise ValueError(f"prompts file {path} does not exist")
+    render = _renderer(tokenizer, template, enable_thinking)
+    found = PromptSet()
+    taken: set[str] = set()
+    for place, line in read_lines(path.parent, [path.name]):
+        if limit is not None and len(found.prompts) >= limit:
+            break
+        try:
+            conversation, unused = _read_row(line, place)
+            text = render(conversation.messages, conversation.tools)
+        except RowRefused as refused:
+            found.refused.append((place.line, refused.reason))
+            continue
+        ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        found.unused_turns += unused
+        name = conversation.id
+        if name in taken:
+            name = f"{name}#{place.line}"  # two prompts must not share their randomness
+        taken.add(name)
+        found.prompts.append(Prompt(name, ids, conversation.messages[-1]["content"]))
+    if not found.prompts:
+        what = f": {found.summary()}" if found.refused else ", it has no rows"
+        raise ValueError(f"prompts file {path} holds no prompt{what}")
+    return found
+
+
+def _read_row(line: bytes, place: Place) -> tuple[Conversation, int]:
+    """The conversation up to what is asked, and how many later user turns it leaves unasked."""
+    row, unused = _with_answer(line)
+    conversation = parse_row(row, place, vocab_size=0)
+    if not isinstance(conversation, Conversation):
+        raise RowRefused("row of token ids, not a prompt")
+    messages = conversation.messages
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    asked = messages[:last]
+    if not asked or asked[-1]["role"] not in ("user", "tool"):
+        raise RowRefused("no user turn before the last assistant turn")
+    if not asked[-1]["content"].strip():
+        raise RowRefused("empty prompt")
+    return Conversation(conversation.id, place, asked, conversation.tools), unused
+
+
+def _with_answer(line: bytes) -> tuple[bytes, int]:
+    """The row in a form the training reader takes: `turns` as messages, and an answer at the end."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return line, 0  # the reader says what is wrong with it
+    if not isinstance(row, dict):
+        return line, 0
+    unused = 0
+    if row.get("turns") is not None:
+        turns = row.pop("turns")
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise RowRefused("turns are not a list of strings")
+        row["messages"] = [{"role": "user", "content": turns[0]}]
+        unused = len(turns) - 1
+    for key in ("messages", "conversations"):
+        turns = row.get(key)
+        if isinstance(turns, list) and turns and not _is_assistant(turns[-1]):
+            row[key] = [*turns, _PLACEHOLDER]
+    return json.dumps(row).encode(), unused
+
+
+def _is_assistant(message: Any) -> bool:
+    if not isinstance(message, Mapping):
+        return False
+    return message.get("role") == "assistant" or message.get("from") in ("gpt", "assistant")
+
+
+def _renderer(tokenizer: Any, template: str, enable_thinking: bool):
+    """(messages, tools) -> text ending in the generation prompt."""
+    if template == "auto" and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the target's tokenizer has no chat template; name one with eval.template (--template), as data.template"
+        )
+
+    def own(messages: list[Message], tools: list[dict] | None) -> str:
+        source = tokenizer.get_chat_template(tools=tools)
+        switch = {"enable_thinking": enable_thinking} if "enable_thinking" in source else {}
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **switch
+            )
+        except Exception as error:  # a template is a program of others: whatever it raises is its refusal
+            raise RowRefused("refused by the chat template", str(error)) from error
+
+    def named(messages: list[Message], tools: list[dict] | None) -> str:
+        try:
+            return chosen.render(messages, tools, prompt=True).text
+        except RenderError as error:
+            raise RowRefused("refused by the chat template", str(error)) from error
+
+    if template == "auto":
+        return own
+    from train.data.agreement import template_variables
+    from train.data.templates import RenderError, read_template
+
+    chosen = read_template(template, template_variables(tokenizer, None))
+    if "enable_thinking" in chosen.source:
+        chosen = read_template(template, template_variables(tokenizer, enable_thinking))
+    return named

@@ -1,0 +1,119 @@
+"""What a run carries from step to step: parameters, moments, step and key; and the accumulator of one window."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from draft_jax.config import DraftConfig
+from draft_jax.models.dspark import init_params
+
+from .sharding import state_shardings
+
+Params = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that training changes. The frozen target is not in it, hence never in a checkpoint.
+
+    Attributes:
+        step: optimizer steps done, int32 scalar.
+        params: the draft's parameters, float32.
+        opt_state: optax state, moments float32.
+        key: raw uint32 data of the random key anchors are drawn from; constant over the run, the step is folded in.
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: optax.OptState
+    key: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Accumulator:
+    """Sums over the micro-steps of one optimizer step (one window).
+
+    Attributes:
+        grads: float32, shaped like the parameters. `window`: gradient of the numerators; `micro_step`: sum of the
+            gradients of each micro-step's own ratio.
+        sums: unreduced numerators and denominators of loss and metrics, by name.
+        rows: rows seen, int32: the number of the next row in the window, from which its anchors are drawn.
+        micro_steps: micro-steps seen, int32.
+        ratio: sum of each micro-step's numerator / weight, the loss `micro_step` normalization reports.
+    """
+
+    grads: Params
+    sums: dict[str, jax.Array]
+    rows: jax.Array
+    micro_steps: jax.Array
+    ratio: jax.Array
+
+
+def keys_of_seed(seed: int) -> tuple[jax.Array, jax.Array]:
+    """Two independent typed keys of a run's seed: for the initial parameters and for the anchors."""
+    init_key, anchor_key = jax.random.split(jax.random.key(seed))
+    return init_key, anchor_key
+
+
+def new_state(
+    draft: DraftConfig,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    mesh: Mesh,
+    params: Params | None = None,
+) -> TrainState:
+    """The state of step 0, laid out on the mesh.
+
+    Args:
+        draft: what to initialise.
+        optimizer: its `init` makes the moments.
+        seed: of parameters and anchors.
+        mesh: where to put it.
+        params: float32 parameters to start from instead of random ones.
+    """
+
+    def build(seed: jax.Array, params: Params | None) -> TrainState:
+        init_key, anchor_key = keys_of_seed(seed)
+        params = init_params(draft, init_key, jnp.float32) if params is None else params
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(anchor_key))
+
+    shardings = state_shardings(jax.eval_shape(build, jnp.uint32(seed), params), mesh)
+    # Without out_shardings the moments would be whole on every device: zeros have no operand to take a sharding from.
+    return jax.jit(build, out_shardings=shardings)(jnp.uint32(seed), params)
+
+
+def abstract_state(draft: DraftConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of a state, without making one."""
+
+    def build(seed: jax.Array) -> TrainState:
+        init_key, anchor_key = keys_of_seed(seed)
+        params = init_params(draft, init_key, jnp.float32)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(anchor_key))
+
+    shapes = jax.eval_shape(build, jnp.uint32(0))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(shapes, mesh),
+    )
+
+
+def zero_accumulator(params: Params, sums: dict[str, Any]) -> Accumulator:
+    """An empty accumulator for parameters and sums of the given shapes (arrays or shapes). Traceable."""
+
+    def zeros(leaf: Any) -> jax.Array:
+        return jnp.zeros(leaf.shape, jnp.float32)
+
+    return Accumulator(
+        grads=jax.tree.map(zeros, params),
+        sums=jax.tree.map(zeros, sums),
+        rows=jnp.zeros((), jnp.int32),
+        micro_steps=jnp.zeros((), jnp.int32),
+        ratio=jnp.zeros((), jnp.float32),
+    )
