@@ -133,7 +133,11 @@ def to_global(
         raise HandoffError(f"pieces of one global array differ: {sorted(map(str, shapes))}")
     shape = _global_shape(tuple(tensors[0].shape), sharding)
     where = sharding.addressable_devices_indices_map(shape)
-    order = sorted(local, key=lambda device: ([part.start or 0 for part in where[device]], device.id))
+
+    def place(device: Any) -> tuple[list[int], int]:
+        return [part.start or 0 for part in where[device] or ()], device.id
+
+    order = sorted(local, key=place)
     pieces = []
     for tensor, device in zip(tensors, order):
         piece = to_jax(tensor, zero_copy=zero_copy)
@@ -239,7 +243,7 @@ def _replicated(matrix: torch.Tensor, sharding: NamedSharding | None) -> jax.Arr
         raise HandoffError(f"the frozen head must be replicated over the devices, got {sharding.spec}")
     pieces = [
         array if array.device == device else jax.device_put(array, device)
-        for device in sorted(sharding.addressable_devices, key=lambda device: device.id)
+        for device in sharding.addressable_devices
     ]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
 

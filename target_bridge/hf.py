@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from target_bridge.batching import pad_right, plan_groups
+from target_bridge.batching import overhead_tokens, pad_right, plan_groups
 from target_bridge.hf_check import check_model
 from target_bridge.hf_parts import Parts, find_parts, text_config
 from target_bridge.hf_session import HFSession
@@ -133,6 +133,7 @@ class HFTarget:
         self._tokenizer_loader = tokenizer_loader
         self._layer_ids = layer_ids
         self._budget = self._pick_budget(max_tokens_per_forward)
+        self._overhead = overhead_tokens(self.device.type, sum(weight.numel() for weight in model.parameters()))
         self._tokenizer: Any = None
         dtype = self._parts.embedding.dtype
         self._info = TargetInfo(
@@ -202,7 +203,7 @@ class HFTarget:
         lengths = [len(ids) for ids in checked]
         context: list[Any] = [None] * len(checked)
         last: list[Any] = [None] * len(checked)
-        for group in plan_groups(lengths, self._budget):
+        for group in plan_groups(lengths, self._budget, self._overhead):
             ids = torch.as_tensor(pad_right([checked[index] for index in group]), device=self.device)
             taps, final = self._forward(ids)
             if taps.shape[:2] != ids.shape or final.shape[:2] != ids.shape:

@@ -51,8 +51,9 @@ def find_parts(model: nn.Module, num_layers: int, name: str) -> Parts:
     """
     decoder = _find_decoder(model, name)
     layers = _find_layers(decoder, num_layers, name)
-    embedding = _weight(model.get_input_embeddings(), "input embedding", name)
-    output = model.get_output_embeddings()
+    lm: Any = model  # nn.Module types every attribute as a tensor
+    embedding = _weight(lm.get_input_embeddings(), "input embedding", name)
+    output = lm.get_output_embeddings()
     head = _weight(output, "LM head", name)
     if head.data_ptr() == embedding.data_ptr() and head.shape == embedding.shape:
         head = embedding
@@ -66,7 +67,7 @@ def find_parts(model: nn.Module, num_layers: int, name: str) -> Parts:
     )
 
 
-def _find_decoder(model: nn.Module, name: str) -> nn.Module:
+def _find_decoder(model: Any, name: str) -> nn.Module:
     if hasattr(model, "get_decoder"):
         decoder = model.get_decoder()
     else:

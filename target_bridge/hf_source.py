@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,22 +67,24 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            _location(name_or_path),
-            config=config,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _quiet():  # what it would report is checked and said below
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                _location(name_or_path),
+                config=config,
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except Exception as error:
         raise _explain(error, name_or_path, "its weights") from error
+    model, loading = loaded
     missing = sorted(loading["missing_keys"])
     if missing:
         raise TargetError(
             f"target {name_or_path}: {len(missing)} tensors of {type(model).__name__} are not in its files, "
-            f"e.g. {', '.join(missing[:3])}. They would be random; is this a draft, not a target?"
+            f"e.g. {', '.join(missing[:3])}. They would be random; the model is not complete"
         )
     unexpected = sorted(loading["unexpected_keys"])
     if unexpected:
@@ -117,6 +120,22 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None, trust_remo
         )
     except Exception as error:
         raise _explain(error, name_or_path, "its tokenizer") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers without its progress bars and reports, restored afterwards."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _location(name_or_path: str) -> str:
@@ -165,6 +184,13 @@ def _check_config_file(folder: Path) -> None:
     if not isinstance(content, dict) or not content.get("model_type"):
         raise TargetError(
             f"{file} has no model_type, so it does not describe a Transformers model. {_REMEDY}"
+        )
+
+    marks = [key for key in ("target_layer_ids", "dflash_config", "dspark_config") if key in content]
+    if marks:
+        raise TargetError(
+            f"target {folder} is a draft, not a target: its config.json has {marks[0]}. Name the model "
+            "that it drafts for"
         )
 
 

@@ -86,6 +86,7 @@ def assemble(config: RunConfig, target: Target | None = None) -> Assembled:
         schedule=make_schedule(config.optimizer, total_steps),
         dtype=jnp.dtype(dtype),
         attention=train.attention,
+        batch_shards=train.devices,
     )
     programs = compile_programs(
         options,

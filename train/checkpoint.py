@@ -274,6 +274,8 @@ def _check_tensors(folder: Path, wanted: dict[str, Any]) -> None:
         raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
     problems = []
     for part, tree in wanted.items():
+        if metadata.get(part) is None:  # orbax only warns
+            raise CheckpointError(f"{folder} cannot be read: the files of its {part} are damaged")
         expected, found = _tensors(tree), _tensors(metadata[part])
         problems += [f"{part}.{name} is missing" for name in expected if name not in found]
         problems += [f"{part}.{name} is unknown to this draft" for name in found if name not in expected]

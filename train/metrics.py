@@ -64,7 +64,6 @@ class Meter:
         """Forget all steps."""
         self.steps = 0
         self._sums: dict[str, np.ndarray] = {}
-        self._loss: list[float] = []
         self._last: dict[str, float] = {}
         self._skipped = 0.0
 
@@ -73,19 +72,12 @@ class Meter:
         self.steps += 1
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + np.asarray(value, np.float64)
-        self._last = {k: v for k, v in values.items() if k not in ("loss", "skipped_updates")}
+        self._last = {k: v for k, v in values.items() if k != "skipped_updates"}
         self._skipped += values.get("skipped_updates", 0.0)
-        if "loss" in values:
-            self._loss.append(values["loss"])
 
     def result(self) -> dict[str, float]:
         """Metrics of all steps since the reset; norms and learning rate are those of the last one."""
-        metrics = dict(finalize(self._sums, self._objective))
-        if self._loss:  # micro_step normalization: the mean of the ratios that were differentiated
-            metrics["loss"] = float(np.mean(self._loss))
-        metrics |= self._last
-        metrics["skipped_updates"] = self._skipped
-        return metrics
+        return {**finalize(self._sums, self._objective), **self._last, "skipped_updates": self._skipped}
 
 
 def read_back(step: int, metrics: StepMetrics) -> tuple[dict[str, np.ndarray], dict[str, float]]:

@@ -40,19 +40,15 @@ class Accumulator:
     """Sums over the micro-steps of one optimizer step (one window).
 
     Attributes:
-        grads: float32, shaped like the parameters. `window`: gradient of the numerators; `micro_step`: sum of the
-            gradients of each micro-step's own ratio.
+        grads: float32, shaped like the parameters: gradients of the micro-steps' numerators, each times its
+            `micro_step_scale`.
         sums: unreduced numerators and denominators of loss and metrics, by name.
         rows: rows seen, int32: the number of the next row in the window, from which its anchors are drawn.
-        micro_steps: micro-steps seen, int32.
-        ratio: sum of each micro-step's numerator / weight, the loss `micro_step` normalization reports.
     """
 
     grads: Params
     sums: dict[str, jax.Array]
     rows: jax.Array
-    micro_steps: jax.Array
-    ratio: jax.Array
 
 
 def keys_of_seed(seed: int) -> tuple[jax.Array, jax.Array]:
@@ -114,6 +110,4 @@ def zero_accumulator(params: Params, sums: dict[str, Any]) -> Accumulator:
         grads=jax.tree.map(zeros, params),
         sums=jax.tree.map(zeros, sums),
         rows=jnp.zeros((), jnp.int32),
-        micro_steps=jnp.zeros((), jnp.int32),
-        ratio=jnp.zeros((), jnp.float32),
     )

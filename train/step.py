@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from draft_jax.batch import DraftBatch, FrozenHead, abstract_batch
 from draft_jax.config import DraftConfig
 from draft_jax.objective.config import ObjectiveConfig
-from draft_jax.objective.loss import training_loss_sums
+from draft_jax.objective.loss import micro_step_scale, training_loss_sums, window_scale
+from draft_jax.objective.metrics import zero_sums
 
 from .optimizer import Schedule, group_norms
 from .sharding import batch_sharding, replicated, state_shardings, with_shardings
@@ -34,6 +35,7 @@ class StepOptions:
         schedule: learning rate of a step.
         dtype: compute dtype of the draft.
         attention: name of the attention implementation.
+        batch_shards: devices the rows are spread over.
     """
 
     draft: DraftConfig
@@ -42,6 +44,7 @@ class StepOptions:
     schedule: Schedule
     dtype: Any
     attention: str = "xla"
+    batch_shards: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -88,17 +91,15 @@ def make_accumulate(
                 dtype=options.dtype,
                 attention=options.attention,
                 first_row=accumulator.rows,
+                batch_shards=options.batch_shards,
             )
 
-        (value, sums), grads = jax.value_and_grad(numerator, has_aux=True)(params)
-        inverse = _inverse(sums["weight"])
-        scale = inverse if options.objective.normalization == "micro_step" else jnp.float32(1)
+        (_, sums), grads = jax.value_and_grad(numerator, has_aux=True)(params)
+        scale = micro_step_scale(sums, options.objective)
         return Accumulator(
             grads=jax.tree.map(lambda total, g: total + scale * g.astype(jnp.float32), accumulator.grads, grads),
             sums=jax.tree.map(jnp.add, accumulator.sums, sums),
             rows=accumulator.rows + batch.input_ids.shape[0],
-            micro_steps=accumulator.micro_steps + 1,
-            ratio=accumulator.ratio + value * inverse,
         )
 
     return accumulate
@@ -116,10 +117,7 @@ def make_apply(
 
     def apply(state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, StepMetrics]:
         weight = accumulator.sums["weight"]
-        if options.objective.normalization == "micro_step":
-            scale = _inverse(accumulator.micro_steps.astype(jnp.float32))
-        else:
-            scale = _inverse(weight)
+        scale = window_scale(accumulator.sums)
         grads = jax.tree.map(lambda g: g * scale, accumulator.grads)
         norm = optax.global_norm(grads)
         usable = (weight > 0) & jnp.isfinite(norm)
@@ -129,8 +127,6 @@ def make_apply(
         params = optax.apply_updates(state.params, updates)
 
         values = {"lr": rate, "grad_norm": norm, "skipped_updates": (weight <= 0).astype(jnp.float32)}
-        if options.objective.normalization == "micro_step":
-            values["loss"] = accumulator.ratio * scale
         for name, tree in (("grad_norm", grads), ("update_norm", updates), ("param_norm", params)):
             values |= {f"{name}/{group}": value for group, value in group_norms(tree).items()}
         new_state = TrainState(
@@ -143,10 +139,6 @@ def make_apply(
         return new_state, empty, StepMetrics(accumulator.sums, values)
 
     return apply
-
-
-def _inverse(weight: jax.Array) -> jax.Array:
-    return jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
 
 
 def _select(condition: jax.Array, new: Any, old: Any) -> Any:
@@ -207,12 +199,7 @@ def compile_programs(
     head = with_shardings(frozen, on_mesh)
     accumulate, apply = make_accumulate(options), make_apply(options)
 
-    def sums_of(params: Params, frozen: FrozenHead, batch: DraftBatch, key: jax.Array) -> Any:
-        return training_loss_sums(
-            params, frozen, batch, key, draft, options.objective, dtype=options.dtype, attention=options.attention
-        )[1]
-
-    sums = jax.eval_shape(sums_of, state.params, head, batch, jax.eval_shape(lambda: jax.random.key(0)))
+    sums = zero_sums(draft.block_size)
     shapes = jax.eval_shape(lambda: zero_accumulator(state.params, sums))
     placement = state_shardings(shapes, mesh)
     accumulator = with_shardings(shapes, placement)

@@ -8,9 +8,9 @@ from typing import Literal
 
 import jax
 
-#: Bytes of ONE fp32 [chunk, vocab] buffer, by platform. A chunk holds about four of them (draft logits, target
-#: probabilities by position and by row, gradient). On a CPU longer chunks only fall out of the caches; on a GPU
-#: a chunk must have a few hundred rows, or reading the LM head for it costs more than the arithmetic.
+#: Bytes of ONE fp32 [chunk, vocab] buffer, by platform. A chunk holds about four of them (draft logits,
+#: target probabilities by position and by row, gradient). On a CPU longer chunks only fall out of the caches;
+#: on a GPU a chunk must have a few hundred rows, or reading the LM head costs more than the arithmetic.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 256 * 2**20}
 
 

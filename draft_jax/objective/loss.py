@@ -12,10 +12,11 @@ few lines in `train/step.py`:
     metrics = finalize(accumulated_sums, objective)     # metrics["loss"] is what grads are the gradient of
 
 "window": `scale` is 1 and the accumulated numerator is divided by the accumulated `sum w`, so every
-supervised slot of the optimizer step weighs the same. "micro_step" (DeepSpec): `scale` is `1 / (sum w + 1e-6)`
-of the micro-step, and the accumulated ratios are divided by their number, micro-steps without supervision
-included. A window without any supervision has `window_scale` 0, hence gradients of exactly 0. Under jit over a
-sharded batch the sums are those of the whole batch; nothing has to be reduced by hand.
+supervised slot of the optimizer step weighs the same. "micro_step" (DeepSpec): `scale` is
+`1 / (sum w + 1e-6)` of the micro-step, and the accumulated ratios are divided by their number, micro-steps
+without supervision included. A window without any supervision has `window_scale` 0, hence gradients of
+exactly 0. Under jit over a sharded batch the sums are those of the whole batch; nothing has to be reduced by
+hand.
 """
 
 from __future__ import annotations

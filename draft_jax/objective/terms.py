@@ -6,8 +6,8 @@ For a draft row with logits `d = h.head^T + z.w2^T`, target distribution `q`, la
     L1 = sum |p - q|                        dL1/dd = p * (s - <s, p>),  s = sign(p - q)
 
 so everything the backward pass needs from the vocabulary is known once `p` and `q` are. A chunk of rows makes
-its logits, its losses and its gradient with respect to `h`, `z` and `w2`, and then forgets all [rows, V] arrays;
-the backward pass only multiplies by the cotangent. `reference.py` is the same function in plain autodiff.
+its logits, its losses and its gradient with respect to `h`, `z` and `w2`, and then forgets all [rows, V]
+arrays; the backward pass only multiplies by the cotangent. `reference.py` is the same in plain autodiff.
 
 Two further savings, both exact. Rows without weight are sorted to the end and never visited. Target logits
 depend on the position alone, so rows are sorted by it and a chunk computes each position once (dspark_spec
@@ -106,7 +106,7 @@ def row_gradient(
     ce_weight: Float[Array, "*rows"],
     l1_weight: Float[Array, "*rows"],
 ) -> Float[Array, "*rows V"]:
-    """Gradient of `ce_weight * CE + l1_weight * L1` with respect to the logits, but for `-ce_weight` at the label.
+    """Gradient of `ce_weight * CE + l1_weight * L1` by the logits, except for `-ce_weight` at the label.
 
     That one entry per row is the caller's: made here it would be another pass over [rows, V].
     """
@@ -121,7 +121,7 @@ def _sweep(spec: _Spec, rows: _Rows, with_gradient: bool) -> tuple[VocabTerms, t
     local = batch // d * slots
 
     def by_shard(values: Array) -> Array:
-        """[B, n, ...] -> [d, B/d*n, ...]; rows stay on their device when the batch is split over `d` of them."""
+        """[B, n, ...] -> [d, B/d*n, ...]; rows stay on their device if `d` devices hold the batch."""
         return values.reshape(d, -1, *values.shape[2:])
 
     dtype = rows.hidden.dtype
@@ -177,13 +177,15 @@ def _sweep(spec: _Spec, rows: _Rows, with_gradient: bool) -> tuple[VocabTerms, t
         carry["numerator"] += (weight * (spec.ce_alpha * ce + spec.l1_alpha * l1)).sum(axis=1)
         if "hidden" not in carry:
             return carry
-        weights_of_terms = mean_sign, spec.ce_alpha * weight, spec.l1_alpha * weight
-        g = row_gradient(p, target, *weights_of_terms).astype(dtype)
-        # The label's entry is p - 1: rounding p before the subtraction would leave little of it in bf16. So its
-        # exact value replaces the rounded one, as a correction to the products, which are fp32.
-        pick = functools.partial(jnp.take_along_axis, indices=label[..., None], axis=-1)
-        at_label = row_gradient(jnp.exp(-ce)[..., None], pick(target), *weights_of_terms)[..., 0]
-        pull = at_label - spec.ce_alpha * weight - pick(g)[..., 0].astype(jnp.float32)
+        term_weights = mean_sign, spec.ce_alpha * weight, spec.l1_alpha * weight
+        g = row_gradient(p, target, *term_weights).astype(dtype)
+        pull = -spec.ce_alpha * weight
+        if dtype != jnp.float32:
+            # The label's entry is p - 1: if p is rounded first, little of it is left. So the products below
+            # also get what the rounding of that entry took away.
+            q_label = jax.vmap(lambda q, k, y: q[k, y])(carry["buffer"], cut(plan.rank, start), label)
+            entry = row_gradient(jnp.exp(-ce)[..., None], q_label[..., None], *term_weights)[..., 0]
+            pull += entry - entry.astype(dtype).astype(jnp.float32)
         carry["pull"] = put(carry["pull"], pull, start)
         g_head = jnp.pad(g, ((0, 0), (0, 0), (0, lm_head.shape[0] - v)))
         dh = jnp.einsum("dcv,vm->dcm", g_head, lm_head, preferred_element_type=jnp.float32)
@@ -270,7 +272,7 @@ def vocab_terms(
     chunk_rows: int,
     shards: int = 1,
 ) -> VocabTerms:
-    """Weighted CE + L1 of all draft rows, with at most `chunk_rows` rows of logits at a time (dspark_spec 2.3).
+    """Weighted CE + L1 of all draft rows, with at most `chunk_rows` rows of logits at a time (dspark_spec 2).
 
     Matrix products run in `hidden.dtype` and accumulate in fp32; everything between them is fp32. The
     gradient of `w2` accumulates in fp32 over the chunks and is returned in `w2.dtype`, so pass `w2` as the

@@ -1,11 +1,15 @@
 """Small drafts, batches and blocks for the tests of draft_jax."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from draft_jax.anchors import Blocks, make_blocks
 from draft_jax.batch import DraftBatch, FrozenHead
 from draft_jax.config import DraftConfig
+from draft_jax.models.dspark import abstract_params
+
+_make_blocks = jax.jit(make_blocks, static_argnums=(3, 4))
 
 
 def tiny_config(**changes) -> DraftConfig:
@@ -67,4 +71,15 @@ def blocks_at(batch: DraftBatch, anchors: list[list[int]], config: DraftConfig, 
     """Blocks of given anchors (not sampled)."""
     where = jnp.asarray(anchors, jnp.int32)
     kept = jnp.ones(where.shape, bool) if keep is None else jnp.asarray(keep, bool)
-    return make_blocks(batch, where, kept, config.block_size, 4.0)
+    return _make_blocks(batch, where, kept, config.block_size, 4.0)
+
+
+def random_params(config: DraftConfig, seed: int = 2) -> dict:
+    """Parameters with every leaf random, norms and biases too (unlike `init_params`), made without compiling."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, abstract):
+        noise = rng.normal(size=abstract.shape) * config.initializer_range
+        return jnp.asarray(noise + (path[-1].key == "scale"), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, abstract_params(config))

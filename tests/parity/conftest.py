@@ -7,6 +7,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -16,15 +17,20 @@ from .cases import Case, build_case
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="package", autouse=True)
+def compile_fast():
+    """Many small programs are compiled and each runs once: the compiler's optimisations would only cost time."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
 @pytest.fixture(scope="session")
 def make_case() -> Callable[..., Case]:
-    """`build_case` with memory. Cases are read-only; a test that trains asks for a `fresh` one."""
-    remembered = functools.lru_cache(maxsize=None)(build_case)
-
-    def make(heads: str = "vanilla", rope: str | None = None, seed: int = 0, fresh: bool = False) -> Case:
-        return build_case(heads, rope, seed) if fresh else remembered(heads, rope, seed)
-
-    return make
+    """`build_case` with memory: a case keeps its compiled programs. Cases are read-only."""
+    return functools.lru_cache(maxsize=None)(build_case)
 
 
 @pytest.fixture(scope="session")

@@ -1,98 +1,68 @@
 """Every loss term and every metric of draft_jax equals the torch reference; anchors are passed in."""
 
-import dataclasses
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from draft_jax.objective import loss as jax_loss
 from draft_jax.objective.config import ObjectiveConfig
+from draft_jax.objective.metrics import finalize
 
+from .cases import jax_batch
 from .torch_objective import ReferenceObjective, metrics
 
-#: name in the reference -> name of the JAX sum
-SCALARS = {
-    "ce": "ce",
-    "l1": "l1",
-    "confidence": "confidence",
-    "weight": "weight",
-    "tau_num": "tau_num",
-    "tau_den": "tau_den",
-    "confidence_abs_error": "confidence_abs_error",
-    "confidence_bias": "confidence_bias",
-    "confidence_cumprod_bias": "confidence_cumprod_bias",
-    "valid_anchors": "valid_anchors",
-    "sampled_anchors": "sampled_anchors",
-    "supervised_tokens": "supervised_tokens",
-}
+CONFIG = ObjectiveConfig(num_anchors=4, chunk_rows=8)
+#: Sums that are one number; the reference has them under the same names.
+SCALARS = (
+    "ce",
+    "l1",
+    "confidence",
+    "weight",
+    "tau_num",
+    "tau_den",
+    "confidence_abs_error",
+    "confidence_bias",
+    "confidence_cumprod_bias",
+    "valid_anchors",
+    "sampled_anchors",
+    "supervised_tokens",
+)
 
 
-def jax_sums(case, objective: ObjectiveConfig, last_valid=None, **options):
-    return jax_loss.loss_sums(
-        case.params,
-        case.frozen,
-        case.batch,
-        case.blocks(objective.gamma, last_valid),
-        case.config,
-        objective,
-        dtype=jnp.float32,
-        **options,
-    )
+def number(value) -> float:
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
-def compare(numerator, sums, reference, objective):
-    np.testing.assert_allclose(
-        numerator, float(reference.numerator(objective).detach()), rtol=1e-5, atol=1e-5
-    )
-    for ours, theirs in SCALARS.items():
-        value = getattr(reference, ours)
-        value = float(value.detach()) if hasattr(value, "detach") else float(value)
-        np.testing.assert_allclose(sums[theirs], value, rtol=1e-5, atol=1e-5, err_msg=theirs)
+def compare(numerator, sums, reference, objective=None):
+    expected = number(reference.numerator(objective or ReferenceObjective()))
+    np.testing.assert_allclose(numerator, expected, rtol=1e-5, atol=1e-5)
+    for name in SCALARS:
+        value = number(getattr(reference, name))
+        np.testing.assert_allclose(sums[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
     np.testing.assert_allclose(sums["accept@num"], reference.accept_num, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(sums["accept@den"], reference.accept_den)
-
-
-@pytest.mark.parametrize("implementation", ["chunked", "reference"])
-@pytest.mark.parametrize("heads", ["vanilla", "gated", "rnn", "none", "plain_confidence", "no_confidence"])
-def test_terms_and_metrics(make_case, heads, implementation):
-    case = make_case(heads)
-    alpha = 1.0 if case.spec.confidence else 0.0
-    config = ObjectiveConfig(num_anchors=4, confidence_alpha=alpha, chunk_rows=8)
-    numerator, sums = jax_sums(case, config, implementation=implementation)
-    objective = ReferenceObjective(confidence_alpha=alpha)
-    reference = case.sums(objective)
-    compare(numerator, sums, reference, objective)
-
-    final = jax_loss.finalize({name: np.asarray(value) for name, value in sums.items()}, config)
-    expected = metrics(reference, objective)
-    for name, value in expected.items():
-        if name.startswith("confidence") and not case.spec.confidence:
-            continue
-        assert final[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    np.testing.assert_array_equal(sums["accept@den"], reference.accept_den)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"ce_alpha": 1.0, "l1_alpha": 0.0, "confidence_alpha": 0.0},
-        {"ce_alpha": 0.0, "l1_alpha": 1.0, "confidence_alpha": 0.0},
-        {"ce_alpha": 0.0, "l1_alpha": 0.0, "confidence_alpha": 1.0},
-        {"gamma": None},
-        {"gamma": 1.5, "ce_alpha": 0.7},
-    ],
-    ids=str,
+    ("heads", "implementation"),
+    [(heads, "chunked") for heads in ("vanilla", "gated", "rnn", "none", "vanilla_only")]
+    + [("rnn", "reference")],
 )
-def test_options(make_case, options):
-    """Loss weights and decay; the chunk does not divide the rows."""
+def test_terms_and_metrics(make_case, heads, implementation):
+    case = make_case(heads)
+    numerator, sums, _ = case.objective(CONFIG, implementation=implementation)
+    reference = case.sums(ReferenceObjective())
+    compare(numerator, sums, reference)
+    final = finalize(sums, CONFIG)
+    for name, value in metrics(reference, ReferenceObjective()).items():
+        if case.spec.confidence or not name.startswith("confidence"):
+            assert final[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.parametrize("gamma", [None, 1.5])
+def test_decay(make_case, gamma):
     case = make_case()
-    numerator, sums = jax_sums(case, ObjectiveConfig(num_anchors=4, chunk_rows=5, **options))
-    objective = ReferenceObjective(**options)
-    reference = case.sums(objective)
-    np.testing.assert_allclose(
-        numerator, float(reference.numerator(objective).detach()), rtol=1e-5, atol=1e-5
-    )
-    np.testing.assert_allclose(sums["weight"], reference.weight, rtol=1e-6)
+    numerator, sums, _ = case.objective(CONFIG, case.blocks(gamma))
+    objective = ReferenceObjective(gamma=gamma)
+    compare(numerator, sums, case.sums(objective), objective)
 
 
 def test_invalid_target_states(make_case):
@@ -100,27 +70,57 @@ def test_invalid_target_states(make_case):
     case = make_case()
     last_valid = np.ones(case.arrays["input_ids"].shape, bool)
     last_valid[0, 7] = last_valid[1, 17] = False
-    config, objective = ObjectiveConfig(num_anchors=4), ReferenceObjective()
-    numerator, sums = jax_sums(case, config, last_valid)
-    reference = case.sums(objective, last_valid=last_valid)
-    compare(numerator, sums, reference, objective)
-    assert reference.weight < case.sums(objective).weight - 1
+    numerator, sums, _ = case.objective(CONFIG, case.blocks(4.0, last_valid))
+    reference = case.sums(ReferenceObjective(), last_valid=last_valid)
+    compare(numerator, sums, reference)
+    assert reference.weight < case.sums(ReferenceObjective()).weight - 1
+
+
+def test_packed_row_equals_its_documents(make_case):
+    """The second row packs two documents: it counts what the two alone count."""
+    case = make_case()
+    numerator, sums, _ = case.objective(CONFIG)
+    rows, anchors, keep = [case.rows[0]], [case.anchors[0]], [case.keep[0]]
+    for first, end in ((0, 9), (9, 20)):
+        row = case.rows[1]
+        part = {name: value[first:end] for name, value in vars(row).items()}
+        part["document_start"] = part["document_start"] - first
+        inside = [
+            p - first for p, k in zip(case.anchors[1], case.keep[1], strict=True) if k and first <= p < end
+        ]
+        rows.append(type(row)(**part))
+        anchors.append(inside)
+        keep.append([True] * len(inside))
+    compare(numerator, sums, case.with_rows(rows, anchors, keep).sums(ReferenceObjective()))
 
 
 def test_dummies_and_empty_rows(make_case):
-    """Dropping the empty row changes no sum; the empty row alone gives exact zeros."""
+    """What stands in a row without supervision changes nothing; a batch of such rows gives exact zeros."""
     case = make_case()
-    config = ObjectiveConfig(num_anchors=4)
-    _, everything = jax_sums(case, config)
+    numerator, sums, grads = case.objective(CONFIG)
+    arrays = {name: value.copy() for name, value in case.arrays.items()}
+    arrays["input_ids"][2], arrays["context_hidden"][2], arrays["last_hidden"][2] = 7, -30.0, 50.0
+    moved_numerator, moved_sums, moved_grads = case.objective(CONFIG, batch=jax_batch(arrays))
+    assert moved_numerator == numerator
+    for name, value in sums.items():
+        np.testing.assert_array_equal(moved_sums[name], value, err_msg=name)
+    for name, value in grads.items():
+        np.testing.assert_array_equal(moved_grads[name], value, err_msg=name)
 
-    def only(rows):
-        arrays = {name: value[rows] for name, value in case.arrays.items()}
-        return dataclasses.replace(case, arrays=arrays, anchors=case.anchors[rows], keep=case.keep[rows])
+    import dataclasses
 
-    _, filled = jax_sums(only([0, 1]), config)
-    for name in SCALARS.values():
-        np.testing.assert_allclose(filled[name], everything[name], rtol=1e-6, atol=1e-6, err_msg=name)
-    numerator, empty = jax_sums(only([2]), config)
-    assert float(numerator) == 0.0
-    for name in ("ce", "l1", "confidence", "weight", "tau_num", "tau_den"):
-        assert float(empty[name]) == 0.0, name
+    empty = dataclasses.replace(case, keep=np.zeros_like(case.keep))
+    numerator, sums, grads = case.objective(CONFIG, empty.blocks())
+    assert numerator == 0.0
+    for name in (
+        "ce",
+        "l1",
+        "confidence",
+        "weight",
+        "tau_num",
+        "tau_den",
+        "sampled_anchors",
+        "supervised_tokens",
+    ):
+        assert sums[name] == 0.0, name
+    assert all((value == 0).all() for value in grads.values())

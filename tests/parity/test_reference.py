@@ -299,12 +299,12 @@ def test_minimal_algorithm():
     assert sums.accept_num == pytest.approx((a * ok).sum(0).tolist(), rel=1e-5)
     assert sums.accept_den == ok.sum(0).tolist()
     tau = (1 + (a * ok).cumprod(-1).sum(-1)).mean()
-    assert found["tau_probabilistic"] == pytest.approx(float(tau), rel=1e-5)
+    assert found["tau_probabilistic"] == pytest.approx(tau.item(), rel=1e-5)
     probability = torch.sigmoid(c)
     bias = ((probability.cumprod(-1) - a.cumprod(-1)) * w).sum() / w.sum()
-    assert found["confidence_cumprod_bias"] == pytest.approx(float(bias), rel=1e-4, abs=1e-6)
+    assert found["confidence_cumprod_bias"] == pytest.approx(bias.item(), rel=1e-4, abs=1e-6)
     assert found["confidence_bias"] == pytest.approx(
-        float(((probability - a) * w).sum() / w.sum()), rel=1e-4, abs=1e-6
+        (((probability - a) * w).sum() / w.sum()).item(), rel=1e-4, abs=1e-6
     )
     # The gradients of the two forms agree as well.
     model.zero_grad()

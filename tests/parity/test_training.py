@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from draft_jax import weights
-from draft_jax.objective import loss as jax_loss
 from draft_jax.objective.config import ObjectiveConfig
+from draft_jax.objective.metrics import finalize
 from train import sharding, state, step
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer, make_schedule
@@ -86,7 +86,7 @@ def jax_run(case: Case, objective: ObjectiveConfig):
             batch = jax.device_put(jax_batch(arrays), sharding.batch_sharding(mesh))
             accumulator = programs.accumulate(run.params, frozen, batch, run.key, run.step, accumulator)
         run, accumulator, metrics = programs.apply(run, accumulator)
-        final = jax_loss.finalize({name: np.asarray(v) for name, v in metrics.sums.items()}, objective)
+        final = finalize({name: np.asarray(v) for name, v in metrics.sums.items()}, objective)
         final |= {name: float(v) for name, v in metrics.values.items()}
         history.append((final["loss"], final["grad_norm"], final["lr"]))
     return weights.to_torch_layout(run.params, case.config, dtype=np.float32), history

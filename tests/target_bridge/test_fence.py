@@ -13,8 +13,11 @@ from target_bridge.fence import Lease, LeaseError, jax_done, torch_done
 from target_bridge.handoff import to_jax
 from target_bridge.staging import StagingRing, aligned_zeros
 
+# On a machine where both frameworks have a GPU, the same tests run there.
+DEVICE = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
 STEPS = 10
 SHAPE = (1, 64, 32)
+WORK = 256 if DEVICE == "cpu" else 4096
 
 
 @jax.jit
@@ -29,7 +32,7 @@ def slow_step(total: jax.Array, context: jax.Array, work: jax.Array) -> jax.Arra
 
 @pytest.fixture(scope="module")
 def work() -> jax.Array:
-    return jax.random.normal(jax.random.key(0), (256, 256)) * 0.1
+    return jax.random.normal(jax.random.key(0), (WORK, WORK)) * 0.1
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def deep_copied(data: list[torch.Tensor], work: jax.Array) -> list[np.ndarray]:
 
 def fenced(data: list[torch.Tensor], work: jax.Array, num_slots: int) -> list[np.ndarray]:
     """The bridge's way: one buffer (or two) for all steps, overwritten as soon as its lease has ended."""
-    ring = StagingRing(num_slots, SHAPE[0], SHAPE[1], SHAPE[2], 4)
+    ring = StagingRing(num_slots, SHAPE[0], SHAPE[1], SHAPE[2], 4, device=DEVICE)
     total, totals = zero_total(), []
     for states in data:
         with ring.lease() as slot:
@@ -68,10 +71,11 @@ def fenced(data: list[torch.Tensor], work: jax.Array, num_slots: int) -> list[np
 
 def unfenced(data: list[torch.Tensor], work: jax.Array) -> list[np.ndarray]:
     """The mistake: the buffer is overwritten right after the step was dispatched."""
-    buffer = aligned_zeros(SHAPE, torch.float32, "cpu")
+    buffer = aligned_zeros(SHAPE, torch.float32, DEVICE)
     total, totals = zero_total(), []
     for states in data:
         buffer[0].copy_(states)
+        torch_done(DEVICE)
         context = jax.dlpack.from_dlpack(buffer, copy=False)
         total = slow_step(total, context, work)
         buffer.fill_(7.0)
@@ -102,7 +106,7 @@ def test_t25g_a_pool_is_released_only_when_jax_is_done(data, work):
 
     class Pool:
         def __init__(self) -> None:
-            self.buffer = aligned_zeros(SHAPE, torch.float32, "cpu")
+            self.buffer = aligned_zeros(SHAPE, torch.float32, DEVICE)
             self.releases = 0
             self.reader: jax.Array | None = None
 
@@ -114,7 +118,7 @@ def test_t25g_a_pool_is_released_only_when_jax_is_done(data, work):
 
     pool, total, results = Pool(), zero_total(), []
     for states in data:
-        with Lease("fake pool", "cpu", on_release=pool.release) as lease:
+        with Lease("fake pool", DEVICE, on_release=pool.release) as lease:
             pool.buffer[0].copy_(states)
             context = lease.hand_over(lambda: to_jax(pool.buffer, zero_copy=True))
             total = pool.reader = slow_step(total, context, work)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from target_bridge.batching import plan_groups
+from target_bridge.batching import overhead_tokens, plan_groups
 from target_bridge.hf import HFTarget, load_hf_target
 from target_bridge.hf_source import target_config
 from target_bridge.hf_taps import LayerTaps
@@ -189,14 +189,23 @@ def test_the_tokenizers_eos_counts_where_no_generation_config_names_one(llama_fo
 def test_groups_hold_every_document_once_within_the_budget():
     rng = np.random.default_rng(0)
     lengths = [*rng.integers(1, 500, size=200).tolist(), 5000]
-    groups = plan_groups(lengths, 2048)
+    groups = plan_groups(lengths, 2048, 64)
     assert sorted(index for group in groups for index in group) == list(range(201))
     for group in groups:
-        longest = max(lengths[index] for index in group)
-        assert len(group) == 1 or len(group) * longest <= 2048
-        assert longest - min(lengths[index] for index in group) <= max(16, longest // 4)
+        cells = len(group) * max(lengths[index] for index in group)
+        assert len(group) == 1 or cells <= 2048
+        assert cells - sum(lengths[index] for index in group) <= 64
     assert len(groups) < 100
-    assert groups == plan_groups(lengths, 2048)
+    assert groups == plan_groups(lengths, 2048, 64)
+
+
+def test_padding_is_spent_where_a_forward_costs_more():
+    lengths = [400, 300, 200, 100]
+    assert plan_groups(lengths, 16384, 600) == [[0, 1, 2, 3]]
+    assert plan_groups(lengths, 16384, 599) == [[0, 1, 2], [3]]
+    assert plan_groups(lengths, 16384, 0) == [[0], [1], [2], [3]]
+    small, large = 135_000_000, 8_000_000_000
+    assert overhead_tokens("cuda", small) > 10 * overhead_tokens("cuda", large) > 10 * overhead_tokens("cpu", large)
 
 
 # --- requests that are refused
@@ -269,6 +278,8 @@ def _break(folder, fault):
         (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     elif fault == "cut off":
         (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:2000])
+    elif fault == "draft":
+        _edit(folder / "config.json", target_layer_ids=[1, 2])
     elif fault == "encoder decoder":
         (folder / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
     elif fault == "tensors missing":
@@ -291,6 +302,7 @@ def _break(folder, fault):
         ("shard missing", "1 of 1 weight files are missing, e.g. model-1.safetensors"),
         ("cut off", "its weights could not be read"),
         ("encoder decoder", "encoder-decoder"),
+        ("draft", "is a draft, not a target: its config.json has target_layer_ids"),
         ("tensors missing", "tensors of LlamaForCausalLM are not in its files, e.g. model.layers.5"),
     ],
 )

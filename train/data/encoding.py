@@ -153,9 +153,9 @@ class Encoder:
         elif spans[-1][0] != len(prompt):
             marked, served = (text[start : start + 40] for start in (spans[-1][0], len(prompt)))
             raise TemplateError(
-                f"{conversation.place}: chat template {self._template.name} marks the last answer from {marked!r} "
-                f"on, but the model writes from {served!r} on: its generation marks and its generation prompt "
-                "contradict each other"
+                f"{conversation.place}: chat template {self._template.name} marks the last answer from "
+                f"{marked!r} on, but the model writes from {served!r} on: its generation marks and its "
+                "generation prompt contradict each other"
             )
 
     def _mask(self, conversation: Conversation, item: _Text, ids: list[int], offsets: list) -> Encoded:

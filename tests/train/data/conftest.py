@@ -40,7 +40,7 @@ TOY_VOCABULARY = TOY_SPECIAL + list(string.ascii_lowercase[:16])
 
 @pytest.fixture(scope="session")
 def make_toy_tokenizer() -> Callable[..., Any]:
-    """Word level, split on single spaces, ids as in cases.md; with `bos` it adds a <bos> unless told not to."""
+    """Word level, split on single spaces, ids as in cases.md; with `bos` it adds one unless told not to."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -108,8 +108,8 @@ def test_order_and_company_change_nothing(target, config, params, make_prompts, 
 
 
 @pytest.mark.parametrize("head", [{"markov_rank": 0, "confidence_head_with_markov": False},
-                                  {"markov_head_type": "gated"}, {"markov_head_type": "rnn"},
-                                  {"enable_confidence_head": False}, {"block_size": 1}])  # fmt: skip
+                                  {"markov_head_type": "gated", "enable_confidence_head": False},
+                                  {"markov_head_type": "rnn", "block_size": 1}])  # fmt: skip
 def test_every_kind_of_draft_is_lossless(target, make_config, make_params, make_prompts, head):
     config = make_config(target, **head)
     result = evaluate(target, config, make_params(config), None, make_prompts(4), EvalConfig(max_new_tokens=12))
@@ -130,7 +130,7 @@ def test_stop_token_ends_the_output(make_target, make_config, make_params, make_
     tokens = [token for sample in greedy.samples for token in sample.output_tokens]
     eos = max(set(tokens), key=tokens.count)
     target = make_target(eos=eos)
-    config = make_config(target)
+    config = make_config(target, eos_token_id=None)
     result = evaluate(target, config, make_params(config), None, make_prompts(24), EvalConfig(max_new_tokens=24))
     for sample in result.samples:
         whole = outputs(greedy)[sample.prompt]

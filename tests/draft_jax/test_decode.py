@@ -1,0 +1,308 @@
+"""Decoding: the cached block is the training block, sampling is exact, the cache is updated in place."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import monitoring
+
+from draft_jax import decode
+from draft_jax.models.dspark import bind
+
+from .drafts import blocks_at, frozen_head, random_batch, random_params, tiny_config
+
+K, V = 4, 31
+CONFIGS = {
+    "vanilla": tiny_config(),
+    "gated": tiny_config(markov_head_type="gated"),
+    "rnn": tiny_config(markov_head_type="rnn", confidence_head_with_markov=False),
+    "none": tiny_config(markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False),
+}
+
+
+@functools.cache
+def drafter_parts(kind):
+    config = CONFIGS[kind]
+    return config, random_params(config), frozen_head(config)
+
+
+def make(kind="vanilla", batch=1, max_context=24, prefill_width=8, dtype=jnp.float32):
+    config, params, frozen = drafter_parts(kind)
+    return decode.make_drafter(
+        config,
+        dtype,
+        params=params,
+        frozen=frozen,
+        batch=batch,
+        max_context=max_context,
+        prefill_width=prefill_width,
+    )
+
+
+def context(rows, length, seed=0):
+    return np.random.default_rng(seed).normal(size=(rows, length, 72)).astype(np.float32)
+
+
+def uniforms(batch=1, seed=0):
+    return np.random.default_rng(seed).random((batch, K)).astype(np.float32)
+
+
+# -- the block -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+def test_hidden_of_a_decoded_block_is_that_of_training(kind):
+    """dspark_spec 8.7, last check: same anchor, same context, once from the row and once from the cache."""
+    config, params, frozen = drafter_parts(kind)
+    batch = random_batch(config, [[15]], 15)
+    anchors = [[3, 9, 12]]
+    blocks = blocks_at(batch, anchors, config)
+    trained = jax.jit(lambda p: bind(config, p, jnp.float32)(batch, blocks, frozen, jnp.ones((1, 15), bool)))(params)
+    drafter = make(kind)
+    states = np.asarray(batch.context_hidden)
+    done = 0
+    for n, anchor in enumerate(anchors[0]):
+        drafter.extend(states[:, done:anchor])
+        done = anchor
+        proposal = drafter.propose(int(batch.input_ids[0, anchor]), uniforms(), 0.0)
+        np.testing.assert_allclose(proposal.hidden[0], trained[0, n], atol=1e-5)
+
+
+def test_ragged_pieces_fill_the_cache_as_one_piece_does():
+    """Two rows of different length, in uneven pieces with junk behind, against each row at once."""
+    whole = context(2, 11)
+    lengths = [11, 6]
+    drafter = make(batch=2)
+    junk = np.full((2, 3, 72), np.nan, np.float32)
+    done = [0, 0]
+    for counts in ([2, 0], [3, 4], [0, 1], [5, 1], [1, 0]):
+        piece = np.stack([np.concatenate([whole[b, d:], junk[b]])[:5] for b, d in enumerate(done)])
+        drafter.extend(piece, np.array(counts))
+        done = [d + c for d, c in zip(done, counts, strict=True)]
+    assert done == lengths
+    assert drafter.lengths.tolist() == np.asarray(drafter.cache.length).tolist() == lengths
+    once = make(batch=2)
+    once.extend(whole, np.array(lengths))
+    anchor = np.array([3, 17])
+    a, b = drafter.propose(anchor, uniforms(2), 1.0), once.propose(anchor, uniforms(2), 1.0)
+    np.testing.assert_allclose(a.hidden, b.hidden, atol=1e-5)
+    np.testing.assert_allclose(a.probs, b.probs, atol=1e-5)
+    for row, length in enumerate(lengths):
+        for ours, theirs in ((drafter.cache.k, once.cache.k), (drafter.cache.v, once.cache.v)):
+            np.testing.assert_allclose(ours[:, row, :length], theirs[:, row, :length], atol=1e-5)
+    assert np.isfinite(drafter.cache.k).all()
+
+
+def test_rows_of_a_batch_are_independent():
+    whole = context(2, 7)
+    both = make(batch=2)
+    both.extend(whole, np.array([7, 4]))
+    together = both.propose(np.array([3, 17]), uniforms(2), 1.0)
+    for row, (length, token) in enumerate([(7, 3), (4, 17)]):
+        one = make()
+        one.extend(whole[row, :length])
+        alone = one.propose(token, uniforms(2)[row], 1.0)
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+        np.testing.assert_allclose(alone.probs[0], together.probs[row], atol=1e-5)
+
+
+def test_empty_context_is_allowed():
+    proposal = make().propose(3, uniforms(), 1.0)
+    assert np.isfinite(proposal.probs).all()
+
+
+# -- sampling ------------------------------------------------------------------------------------------------
+
+
+def distributions_by_hand(kind, hidden, anchor, tokens, temperature):
+    """softmax((U + Markov bias of the token *drafted* before) / T) of each slot, fp64 after the head."""
+    config, params, frozen = drafter_parts(kind)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(frozen.lm_head, np.float64)[:V].T
+    if config.markov_rank:
+        prev = jnp.asarray([anchor, *tokens[:-1]], jnp.int32)
+        markov = bind(config, params, jnp.float32).markov
+        logits = logits + np.asarray(markov.states(hidden, prev), np.float64) @ np.asarray(markov.w2(), np.float64).T
+    if temperature == 0:
+        return np.eye(V)[logits.argmax(-1)]
+    scaled = logits / temperature
+    weights = np.exp(scaled - scaled.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_tokens_follow_the_returned_probabilities(kind):
+    """The distributions use the sampled tokens, and each token is where its uniform falls in its own distribution."""
+    drafter = make(kind)
+    drafter.extend(context(1, 6))
+    seen = set()
+    for seed, temperature in [(0, 0.0), (1, 1.0), (2, 1.0), (3, 0.5), (4, 3.0)]:
+        u = uniforms(seed=seed)
+        proposal = drafter.propose(5, u, temperature)
+        tokens, probs = np.asarray(proposal.tokens)[0], np.asarray(proposal.probs)[0]
+        assert probs.dtype == np.float32
+        assert probs.shape == (K, V)
+        expected = distributions_by_hand(kind, proposal.hidden[0], 5, tokens, temperature)
+        np.testing.assert_allclose(probs, expected, atol=2e-6)
+        if temperature == 0:
+            np.testing.assert_array_equal(tokens, expected.argmax(-1))
+        for k, token in enumerate(tokens):
+            below = probs[k, :token].astype(np.float64).sum()
+            assert probs[k, token] > 0
+            assert below - 1e-6 <= u[0, k] * probs[k].sum() <= below + probs[k, token] + 1e-6
+        seen.add(tuple(tokens.tolist()))
+    assert len(seen) > 1
+
+
+def test_confidence_uses_the_sampled_tokens():
+    config, params, _ = drafter_parts("vanilla")
+    drafter = make()
+    drafter.extend(context(1, 6))
+    draft = bind(config, params, jnp.float32)
+    for seed in range(3):
+        proposal = drafter.propose(5, uniforms(seed=seed), 2.0)
+        prev = jnp.concatenate([jnp.asarray([[5]]), proposal.tokens[:, :-1]], axis=1)
+        expected = draft.confidence(proposal.hidden, draft.markov.embed(prev))
+        np.testing.assert_allclose(proposal.confidence_logits, expected, atol=1e-5)
+    assert make("none").propose(5, uniforms(), 0.0).confidence_logits is None
+
+
+def test_draws_are_distributed_as_the_probabilities():
+    """A grid of uniforms through one distribution with zeros: counts equal probability times grid size."""
+    probs = np.array([0, 0.125, 0, 0.5, 0.25, 0, 0.125, 0], np.float32)
+    grid = (np.arange(4096) + 0.5) / 4096
+    tokens = np.asarray(jax.jit(decode.draw)(jnp.tile(probs, (4096, 1)), jnp.asarray(grid, jnp.float32)))
+    np.testing.assert_array_equal(np.bincount(tokens, minlength=8) / 4096, probs)
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    """Uniforms at both ends, and a vocabulary large enough for the prefix sum to round."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(64, 50_000)).astype(np.float32) * 3
+    logits[:, rng.random(50_000) < 0.5] = -np.inf
+    logits[:, -1] = logits[:, 0] = -np.inf
+    probs = jax.nn.softmax(logits, axis=-1)
+    draw = jax.jit(decode.draw)
+    for u in (0.0, np.nextafter(np.float32(1), np.float32(0)), 1.0, 0.5, 1e-38):
+        tokens = np.asarray(draw(probs, np.full(64, u, np.float32)))
+        assert (np.take_along_axis(np.asarray(probs), tokens[:, None], 1) > 0).all(), u
+
+
+def test_temperature_changes_the_distribution_in_one_program():
+    """T21's draft logits [1, 2, 0] at T 1, 0.5 and 0; a tie at T 0 goes to the first."""
+    distribution = jax.jit(decode.token_distribution)
+    logits = jnp.asarray([1.0, 2.0, 0.0])
+    for temperature in (1.0, 0.5):
+        weights = np.exp(np.array([1.0, 2.0, 0.0]) / temperature)
+        np.testing.assert_allclose(distribution(logits, temperature), weights / weights.sum(), rtol=1e-6)
+    np.testing.assert_array_equal(distribution(logits, 0.0), [0, 1, 0])
+    np.testing.assert_array_equal(distribution(jnp.asarray([1.0, 1.0, 0.0]), 0.0), [1, 0, 0])
+    assert distribution._cache_size() == 1
+
+
+# -- compiled once, in place ---------------------------------------------------------------------------------
+
+
+def test_a_whole_sequence_compiles_nothing():
+    """Prompts, rounds and temperatures of any kind, on numpy and device arrays, twice: no program after the first three."""
+    drafter = make()
+    assert drafter.compile_count == 3
+    names = []
+
+    def count(event, duration, **details):
+        if "backend_compile" in event:
+            names.append(details.get("fun_name", event))
+
+    monitoring.register_event_duration_secs_listener(count)
+    try:
+        for temperature in (0.0, 1.0, 0.7):
+            drafter.reset()
+            drafter.extend(context(1, 13))
+            for n in (1, 3, 5, 2):
+                proposal = drafter.propose(n, uniforms(seed=n), temperature)
+                assert int(proposal.tokens[0, 0]) < V
+                states = context(1, n)
+                drafter.extend(jax.device_put(states) if n == 3 else states)
+            drafter.extend(context(1, 0))
+        again = make()  # an equal drafter shares the programs
+        again.extend(context(1, 4))
+        again.propose(3, uniforms(), 0.0)
+    finally:
+        monitoring.unregister_event_duration_listener(count)
+    assert not names
+    assert drafter.compile_count == 3
+
+
+def test_extend_updates_the_cache_in_place():
+    config, params, _ = drafter_parts("vanilla")
+    abstract = jax.eval_shape(lambda: decode.new_cache(config, 1, 4096, jnp.float32))
+    hidden = jax.ShapeDtypeStruct((1, 5, 72), jnp.float32)
+    count = jax.ShapeDtypeStruct((1,), jnp.int32)
+    program = jax.jit(
+        lambda p, cache, hidden, count: decode.extend(p, config, cache, hidden, count, jnp.float32),
+        donate_argnums=1,
+    )
+    size = sum(x.size * x.dtype.itemsize for x in (abstract.k, abstract.v))
+    memory = program.lower(params, abstract, hidden, count).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 10
+
+    drafter = make()
+    before, pointer = drafter.cache, drafter.cache.k.unsafe_buffer_pointer()
+    for n in range(3):
+        drafter.extend(context(1, 2, seed=n))
+        assert drafter.cache.k.unsafe_buffer_pointer() == pointer
+    assert before.k.is_deleted()
+    drafter.propose(3, uniforms(), 0.0)
+    assert not drafter.cache.k.is_deleted()
+
+
+def test_reset_forgets():
+    drafter = make()
+    drafter.extend(context(1, 9))
+    first = drafter.propose(3, uniforms(), 1.0)
+    drafter.reset()
+    assert drafter.lengths.tolist() == [0]
+    drafter.extend(context(1, 17, seed=5))
+    drafter.reset()
+    drafter.extend(context(1, 9))
+    np.testing.assert_array_equal(drafter.propose(3, uniforms(), 1.0).probs, first.probs)
+
+
+def test_bf16_rounds_weights_once_to_the_same_result():
+    """The drafter's rounded weights give bit for bit what the fp32 master weights give when bound in bf16."""
+    config, params, frozen = drafter_parts("rnn")
+    drafter = make("rnn", dtype=jnp.bfloat16)
+    drafter.extend(context(1, 6))
+    ours = drafter.propose(3, uniforms(), 1.0)
+    assert ours.hidden.dtype == jnp.bfloat16
+    assert ours.probs.dtype == jnp.float32
+
+    @jax.jit
+    def from_master(params):
+        cache = decode.new_cache(config, 1, 24, jnp.bfloat16)
+        states = jnp.pad(jnp.asarray(context(1, 6), jnp.bfloat16), ((0, 0), (0, 2), (0, 0)))
+        cache = decode.extend(params, config, cache, states, jnp.asarray([6]), jnp.bfloat16)
+        arguments = (jnp.asarray([3]), jnp.asarray(uniforms()), jnp.float32(1), jnp.bfloat16)
+        return decode.propose(params, config, frozen, cache, *arguments)
+
+    np.testing.assert_allclose(ours.probs, from_master(params).probs, atol=1e-3)
+
+
+def test_misuse_is_refused_in_words():
+    drafter = make()
+    drafter.extend(context(1, 20))
+    with pytest.raises(ValueError, match="context would grow to 25 tokens but the cache holds 24"):
+        drafter.extend(context(1, 5))
+    assert drafter.lengths.tolist() == [20]
+    with pytest.raises(ValueError, match=r"context_hidden has shape \(1, 3, 71\), expected \[1, n, 72\]"):
+        drafter.extend(context(1, 3)[..., :-1])
+    with pytest.raises(ValueError, match=r"count \[4\] is outside 0\.\.3"):
+        drafter.extend(context(1, 3), 4)
+    with pytest.raises(ValueError, match=r"anchor_token \[31\] must be 1 id\(s\) below 31"):
+        drafter.propose(31, uniforms(), 0.0)
+    with pytest.raises(ValueError, match=r"temperature -1\.0 is negative"):
+        drafter.propose(3, uniforms(), -1.0)
+    with pytest.raises(ValueError, match=r"uniforms has shape \(1, 3\), expected \(1, 4\)"):
+        drafter.propose(3, uniforms()[:, :3], 0.0)

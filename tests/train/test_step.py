@@ -1,0 +1,378 @@
+"""The two training programs: compiled once, exact about shapes, donated, and the invariants of design section 2."""
+
+import dataclasses
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from draft_jax.batch import DraftBatch, FrozenHead
+from draft_jax.objective.config import ObjectiveConfig
+from train.config import OptimizerConfig
+from train.metrics import CompileCounter
+from train.optimizer import make_optimizer, make_schedule
+from train.sharding import batch_sharding, make_mesh, replicated
+from train.state import new_state
+from train.step import StepOptions, compile_programs
+
+LENGTH = 24
+OBJECTIVE = ObjectiveConfig(num_anchors=6, chunk_rows=16)
+MESH = make_mesh(jax.devices()[:1])
+
+
+def rows_of(draft, documents: list[list[int]], seed: int = 0, length: int = LENGTH, taught: float = 2 / 3) -> dict:
+    """Rows of random documents with the given lengths, as numpy fields of a batch.
+
+    A document's content depends on the seed and its number alone, wherever it lies.
+    """
+    shape = (len(documents), length)
+    fields = {name: np.zeros(shape, np.int32) for name in ("input_ids", "loss_mask", "document_start")}
+    fields["context_hidden"] = np.zeros((*shape, draft.num_taps * draft.hidden_size), np.float32)
+    fields["last_hidden"] = np.zeros((*shape, draft.hidden_size), np.float32)
+    number = 0
+    for row, lengths in enumerate(documents):
+        offset = 0
+        for size in lengths:
+            rng = np.random.default_rng([seed, number])
+            part = slice(offset, offset + size)
+            fields["input_ids"][row, part] = rng.integers(6, draft.vocab_size, size)
+            fields["loss_mask"][row, offset + size - round(size * taught) : offset + size] = 1
+            fields["document_start"][row, part] = offset
+            fields["context_hidden"][row, part] = rng.normal(size=(size, draft.num_taps * draft.hidden_size))
+            fields["last_hidden"][row, part] = rng.normal(size=(size, draft.hidden_size))
+            offset += size
+            number += 1
+        fields["document_start"][row, offset:] = offset
+    fields["positions"] = np.arange(length, dtype=np.int32)[None] - fields["document_start"]
+    return fields
+
+
+def batch_of(fields: dict, rows=slice(None), mesh=MESH) -> DraftBatch:
+    return jax.device_put(DraftBatch(**{k: v[rows] for k, v in fields.items()}), batch_sharding(mesh))
+
+
+@functools.cache
+def head_of(draft) -> FrozenHead:
+    rng = np.random.default_rng(9)
+    shape = (draft.vocab_size, draft.hidden_size)
+    arrays = FrozenHead(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)))
+    return jax.device_put(arrays, replicated(MESH))
+
+
+def options_of(draft, objective=OBJECTIVE, dtype=jnp.float32, **optimizer) -> StepOptions:
+    config = OptimizerConfig(**{"lr": 1e-2, "warmup_ratio": 0.0, **optimizer})
+    return StepOptions(draft, objective, make_optimizer(config), make_schedule(config, 10), dtype)
+
+
+@functools.cache
+def programs_of(draft, rows: int, objective=OBJECTIVE, dtype=jnp.float32, length: int = LENGTH):
+    return compile_programs(
+        options_of(draft, objective, dtype),
+        MESH,
+        rows=rows,
+        length=length,
+        frozen=head_of(draft),
+        hidden_dtype=jnp.float32,
+    )
+
+
+@functools.cache
+def _initial(draft):
+    return new_state(draft, options_of(draft).optimizer, 1, MESH)
+
+
+def fresh_state(draft):
+    """A state that a test may donate."""
+    return jax.tree.map(lambda x: x + 0, _initial(draft))
+
+
+def fresh_accumulator(programs):
+    return jax.tree.map(lambda x: x + 0, programs.accumulator)
+
+
+def accumulate(programs, draft, state, *batches):
+    accumulator = fresh_accumulator(programs)
+    for batch in batches:
+        accumulator = programs.accumulate(
+            state.params, head_of(draft), batch, state.key, state.step, accumulator
+        )
+    return accumulator
+
+
+def window(programs, draft, *batches):
+    """One optimizer step from the fresh state."""
+    state = fresh_state(draft)
+    return programs.apply(state, accumulate(programs, draft, state, *batches))
+
+
+def assert_close(a, b, rtol=2e-5, atol=2e-6):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def test_two_programs_whatever_the_data(tiny_draft):
+    """Ragged rows, an empty batch and several steps: each program was compiled once, nothing while running."""
+    with CompileCounter() as counter:
+        programs = compile_programs(
+            options_of(tiny_draft), MESH, rows=2, length=LENGTH, frozen=head_of(tiny_draft), hidden_dtype=jnp.float32
+        )
+        state, accumulator = fresh_state(tiny_draft), programs.accumulator
+        ragged = [[[24], [3]], [[10, 9], [24]], [[], []], [[2], [17]]]
+        batches = [batch_of(rows_of(tiny_draft, documents)) for documents in ragged]
+        before = sum(counter.counts.values())
+        for step in range(3):
+            for batch in batches[step:]:
+                accumulator = programs.accumulate(
+                    state.params, head_of(tiny_draft), batch, state.key, state.step, accumulator
+                )
+            state, accumulator, metrics = programs.apply(state, accumulator)
+        jax.block_until_ready(metrics)
+        assert sum(counter.counts.values()) == before
+    assert counter.counts["accumulate"] == 1
+    assert counter.counts["apply"] == 1
+    assert counter.training == 2
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize("wrong", ["rows", "length", "dtype_ids", "dtype_hidden", "missing_tap"])
+def test_a_wrong_batch_raises_and_nothing_is_lost(tiny_draft, wrong):
+    programs, state = programs_of(tiny_draft, 2), fresh_state(tiny_draft)
+    batch = batch_of(rows_of(tiny_draft, [[20], [9]]))
+    changed = {
+        "rows": lambda: batch_of(rows_of(tiny_draft, [[20], [9], [4]])),
+        "length": lambda: batch_of(rows_of(tiny_draft, [[20], [9]], length=25)),
+        "dtype_ids": lambda: dataclasses.replace(batch, loss_mask=batch.loss_mask.astype(jnp.int8)),
+        "dtype_hidden": lambda: dataclasses.replace(batch, last_hidden=batch.last_hidden.astype(jnp.bfloat16)),
+        "missing_tap": lambda: dataclasses.replace(batch, context_hidden=batch.context_hidden[..., 16:]),
+    }[wrong]()
+    accumulator = fresh_accumulator(programs)
+    with CompileCounter() as counter, pytest.raises((TypeError, ValueError)):
+        programs.accumulate(state.params, head_of(tiny_draft), changed, state.key, state.step, accumulator)
+    assert counter.training == 0
+    programs.accumulate(state.params, head_of(tiny_draft), batch, state.key, state.step, accumulator)
+
+
+def test_donation(tiny_draft):
+    """State and accumulator live once: what went in is gone, parameters of `accumulate` are not."""
+    programs, state = programs_of(tiny_draft, 2), fresh_state(tiny_draft)
+    batch = batch_of(rows_of(tiny_draft, [[20], [9]]))
+    first = fresh_accumulator(programs)
+    second = programs.accumulate(state.params, head_of(tiny_draft), batch, state.key, state.step, first)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.grads))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    programs.apply(state, second)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state, second.grads)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_float32_masters_whatever_the_compute(tiny_draft, dtype):
+    programs = programs_of(tiny_draft, 2, dtype=dtype)
+    state, accumulator, metrics = window(programs, tiny_draft, batch_of(rows_of(tiny_draft, [[20], [9]])))
+    for tree in (state.params, accumulator, metrics):
+        assert {str(x.dtype) for x in jax.tree.leaves(tree)} - {"int32"} == {"float32"}
+    assert {str(x.dtype) for x in jax.tree.leaves(state.opt_state)} == {"float32", "int32"}
+
+
+def test_small_updates_are_not_rounded_away(tiny_draft):
+    """1 + 2e-3 is 1 in bfloat16; with float32 masters a bfloat16 run still moves."""
+    programs = programs_of(tiny_draft, 2, dtype=jnp.bfloat16)
+    before = np.asarray(fresh_state(tiny_draft).params["norm"]["scale"])
+    state, _, _ = window(programs, tiny_draft, batch_of(rows_of(tiny_draft, [[20], [9]])))
+    assert (np.asarray(state.params["norm"]["scale"]) != before).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_accumulation_split_changes_nothing(tiny_draft, rows):
+    """4 x 1, 2 x 2 and 1 x 4 rows: the same anchors, hence the same step."""
+    fields = rows_of(tiny_draft, [[24], [11], [7, 9], [18]])
+    parts = [batch_of(fields, slice(i, i + rows)) for i in range(0, 4, rows)]
+    state, _, metrics = window(programs_of(tiny_draft, rows), tiny_draft, *parts)
+    whole_state, _, whole = window(programs_of(tiny_draft, 4), tiny_draft, batch_of(fields))
+    assert_close(metrics.sums, whole.sums)
+    assert float(metrics.sums["sampled_anchors"]) > 12
+    assert_close(metrics.values, whole.values)
+    assert_close(state.params, whole_state.params)
+
+
+def test_anchors_change_with_step_and_row(tiny_draft):
+    """The same row twice in a window, or in the next step, is taught at other anchors."""
+    fields = rows_of(tiny_draft, [[24]])
+    programs, state = programs_of(tiny_draft, 1), fresh_state(tiny_draft)
+    once = accumulate(programs, tiny_draft, state, batch_of(fields))
+    twice = accumulate(programs, tiny_draft, state, batch_of(fields), batch_of(fields))
+    assert float(twice.sums["ce"]) != pytest.approx(2 * float(once.sums["ce"]), rel=1e-4)
+    later = dataclasses.replace(fresh_state(tiny_draft), step=jnp.int32(1))
+    assert float(accumulate(programs, tiny_draft, later, batch_of(fields)).sums["ce"]) != pytest.approx(
+        float(once.sums["ce"]), rel=1e-4
+    )
+
+
+def test_window_and_micro_step_normalization(tiny_draft):
+    """window: sum of gradients / sum of weights. micro_step: mean of each micro-step's own ratio."""
+    fields = rows_of(tiny_draft, [[24], [8]])
+    batches = [batch_of(fields, slice(i, i + 1)) for i in range(2)]
+    programs = programs_of(tiny_draft, 1)
+    both = accumulate(programs, tiny_draft, fresh_state(tiny_draft), *batches)
+    first = accumulate(programs, tiny_draft, fresh_state(tiny_draft), batches[0])
+    second = jax.tree.map(jnp.subtract, both, first)
+    weights = [float(x.sums["weight"]) for x in (first, second)]
+    assert weights[0] != weights[1]
+    ratios = [x.sums["loss_num"] / w for x, w in zip((first, second), weights)]
+
+    def norm_of(tree):
+        return float(jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(tree))))
+
+    _, _, windowed = window(programs, tiny_draft, *batches)
+    expected = jax.tree.map(lambda g: g / sum(weights), both.grads)
+    assert float(windowed.values["grad_norm"]) == pytest.approx(norm_of(expected), rel=1e-5)
+
+    by_step = programs_of(tiny_draft, 1, dataclasses.replace(OBJECTIVE, normalization="micro_step"))
+    _, _, stepped = window(by_step, tiny_draft, *batches)
+    expected = jax.tree.map(lambda a, b: (a / weights[0] + b / weights[1]) / 2, first.grads, second.grads)
+    assert float(stepped.values["grad_norm"]) == pytest.approx(norm_of(expected), rel=1e-4)
+    loss = float(stepped.sums["loss_num"] / stepped.sums["loss_den"])
+    assert loss == pytest.approx(float(sum(ratios)) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("normalization", ["window", "micro_step"])
+def test_nothing_supervised_changes_nothing_but_the_step(tiny_draft, normalization):
+    """Documented rule for weight 0: parameters, moments and Adam's count stay, bit for bit."""
+    programs = programs_of(tiny_draft, 2, dataclasses.replace(OBJECTIVE, normalization=normalization))
+    batch = batch_of(rows_of(tiny_draft, [[20], [9]]))
+    empty = dataclasses.replace(batch, loss_mask=jnp.zeros_like(batch.loss_mask))
+    state, _, _ = window(programs, tiny_draft, batch)  # moments are no longer zero
+    before = jax.tree.map(np.array, state)
+    accumulator = accumulate(programs, tiny_draft, state, empty, empty)
+    assert all(not np.any(g) for g in jax.tree.leaves(accumulator.grads))
+    after, _, metrics = programs.apply(state, accumulator)
+    for a, b in zip(jax.tree.leaves((before.params, before.opt_state)), jax.tree.leaves((after.params, after.opt_state))):
+        assert a.tobytes() == np.asarray(b).tobytes()
+    assert int(after.step) == int(before.step) + 1
+    assert float(metrics.values["skipped_updates"]) == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(metrics))
+
+
+def test_a_gradient_that_is_not_finite_is_never_applied(tiny_draft):
+    programs = programs_of(tiny_draft, 2)
+    state = fresh_state(tiny_draft)
+    accumulator = accumulate(programs, tiny_draft, state, batch_of(rows_of(tiny_draft, [[20], [9]])))
+    grads = jax.tree.map(lambda g: g + jnp.nan, accumulator.grads)
+    before = jax.tree.map(np.array, (state.params, state.opt_state))
+    after, _, metrics = programs.apply(state, dataclasses.replace(accumulator, grads=grads))
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves((after.params, after.opt_state))):
+        assert a.tobytes() == np.asarray(b).tobytes()
+    assert not np.isfinite(float(metrics.values["grad_norm"]))
+
+
+def test_norms_of_every_group_are_reported(tiny_draft):
+    _, _, metrics = window(programs_of(tiny_draft, 2), tiny_draft, batch_of(rows_of(tiny_draft, [[20], [9]])))
+    for what in ("grad_norm", "update_norm", "param_norm"):
+        for group in ("fc", "layers", "markov", "confidence", "norms"):
+            assert float(metrics.values[f"{what}/{group}"]) > 0, (what, group)
+    squares = sum(float(v) ** 2 for k, v in metrics.values.items() if k.startswith("grad_norm/"))
+    assert squares**0.5 == pytest.approx(float(metrics.values["grad_norm"]), rel=1e-5)
+
+
+def test_padding_rows_change_nothing(tiny_draft):
+    """Rows of padding behind the real ones: equal loss and gradients (design section 2)."""
+    fields = rows_of(tiny_draft, [[24], [8]])
+    padded = rows_of(tiny_draft, [[24], [8], [], []])
+    small = accumulate(programs_of(tiny_draft, 2), tiny_draft, fresh_state(tiny_draft), batch_of(fields))
+    large = accumulate(programs_of(tiny_draft, 4), tiny_draft, fresh_state(tiny_draft), batch_of(padded))
+    assert_close(large.grads, small.grads)
+    assert_close(large.sums, small.sums)
+
+
+def test_padded_width_changes_nothing(tiny_draft):
+    """The same documents in longer rows: the same anchors, loss and gradients."""
+    programs = programs_of(tiny_draft, 2)
+    wider = programs_of(tiny_draft, 2, length=LENGTH + 9)
+    state = fresh_state(tiny_draft)
+    narrow = accumulate(programs, tiny_draft, state, batch_of(rows_of(tiny_draft, [[24], [8]])))
+    wide = accumulate(wider, tiny_draft, state, batch_of(rows_of(tiny_draft, [[24], [8]], length=LENGTH + 9)))
+    assert_close(wide.grads, narrow.grads)
+    assert_close(wide.sums, narrow.sums)
+
+
+@pytest.mark.parametrize("taught", [1.0, 0.6])
+def test_packed_documents_equal_the_sum_of_them_alone(tiny_draft, taught):
+    """With more anchors than candidates all are taken, so packing can be compared without fixing anchors."""
+    everything = dataclasses.replace(OBJECTIVE, num_anchors=LENGTH)
+    sizes = [9, 4, 11]
+    alone = accumulate(
+        programs_of(tiny_draft, 1, everything),
+        tiny_draft,
+        fresh_state(tiny_draft),
+        *(batch_of(rows_of(tiny_draft, [[s] for s in sizes], taught=taught), slice(i, i + 1)) for i in range(3)),
+    )
+    packed = accumulate(
+        programs_of(tiny_draft, 1, everything),
+        tiny_draft,
+        fresh_state(tiny_draft),
+        batch_of(rows_of(tiny_draft, [sizes], taught=taught)),
+    )
+    assert float(packed.sums["weight"]) > 10
+    assert_close(packed.grads, alone.grads)
+    per_row = {"rows", "anchor_slots"}  # counts of rows differ: one row instead of three
+    assert_close(
+        {k: v for k, v in packed.sums.items() if k not in per_row},
+        {k: v for k, v in alone.sums.items() if k not in per_row},
+    )
+
+
+DEVICES = """
+import sys
+import jax, numpy as np
+sys.path.insert(0, {root!r})
+import importlib.util
+spec = importlib.util.spec_from_file_location("test_step", {here!r})
+module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
+import jax.numpy as jnp
+from train.sharding import make_mesh, replicated
+from train.state import new_state
+from train.step import compile_programs
+import train.sharding
+train.sharding.MIN_ELEMENTS_TO_SPLIT = 1
+from draft_jax.config import DraftConfig
+draft = DraftConfig(**eval({draft!r}))
+assert len(jax.devices()) == 8
+fields = module.rows_of(draft, [[24], [11], [7, 9], [18], [], [5], [24], [13]])
+results = []
+for count, fsdp in ((1, 1), (8, 1), (8, 4)):
+    mesh = make_mesh(jax.devices()[:count], fsdp)
+    options = module.dataclasses.replace(module.options_of(draft), batch_shards=count)
+    frozen = jax.device_put(module.head_of(draft), replicated(mesh))
+    programs = compile_programs(options, mesh, rows=8, length=24, frozen=frozen, hidden_dtype=jnp.float32)
+    state = new_state(draft, options.optimizer, 1, mesh)
+    accumulator = programs.accumulator
+    for step in range(2):
+        batch = module.batch_of(fields, mesh=mesh)
+        accumulator = programs.accumulate(state.params, frozen, batch, state.key, state.step, accumulator)
+        state, accumulator, metrics = programs.apply(state, accumulator)
+    if fsdp == 4:
+        moments = state.opt_state[1].mu["fc"]["kernel"]
+        assert moments.addressable_shards[0].data.size * 4 == moments.size, "moments are not split"
+    results.append(jax.tree.map(np.asarray, (state.params, metrics)))
+for other in results[1:]:
+    module.assert_close(other, results[0], rtol=5e-5, atol=5e-6)
+print("equal")
+"""
+
+
+def test_number_of_devices_changes_nothing(tiny_draft):
+    """1 device, 8 devices, and 8 with state split over 4: the same two steps (fake CPU devices, new process)."""
+    root = Path(__file__).resolve().parents[2]
+    fields = repr(dataclasses.asdict(tiny_draft))
+    code = DEVICES.format(root=str(root), here=__file__, draft=fields)
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("equal")
