@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: What starting a forward costs, in the time a GPU and a CPU need for this many multiply-adds (measured on an H200:
-#: 20 ms to launch the layers of a small model, at a third of the product rate; a CPU starts at once).
+#: What starting a forward costs, in the time a GPU and a CPU need for this many multiply-adds (measured on an
+#: H200: 20 ms to launch the layers of a small model, at a third of the product rate; a CPU starts at once).
 _OVERHEAD_OPERATIONS = {"cuda": 2.7e12, "cpu": 5e8}
 _MOST_OVERHEAD, _LEAST_OVERHEAD = 16384, 16
 
@@ -26,7 +26,7 @@ def overhead_tokens(device_type: str, parameters: int) -> int:
 def plan_groups(lengths: Sequence[int], max_tokens: int, overhead: int) -> list[list[int]]:
     """Group documents so that padding never costs more than the forward it saves.
 
-    A document longer than ``max_tokens`` runs alone: the budget limits batching, not what is allowed.
+    A document longer than `max_tokens` runs alone: the budget limits batching, not what is allowed.
 
     Args:
         lengths: Tokens of each document.
@@ -34,7 +34,7 @@ def plan_groups(lengths: Sequence[int], max_tokens: int, overhead: int) -> list[
         overhead: Most cells of padding in a group, see `overhead_tokens`.
 
     Returns:
-        Lists of indices into ``lengths``; every index once; the plan depends on the lengths alone.
+        Lists of indices into `lengths`; every index once; the plan depends on the lengths alone.
     """
     groups: list[list[int]] = []
     longest = padding = 0
@@ -53,7 +53,7 @@ def pad_right(documents: Sequence[np.ndarray]) -> np.ndarray:
     """[R, T] int64: ids on the left, zeros on the right.
 
     In a causal model nothing to the left sees the padding, so no attention mask is needed and the ids of the
-    padding do not matter (``hf_check`` proves that for each model at load).
+    padding do not matter (`hf_check` proves that for each model at load).
     """
     padded = np.zeros((len(documents), max(len(ids) for ids in documents)), dtype=np.int64)
     for row, ids in enumerate(documents):

@@ -133,7 +133,8 @@ class HFTarget:
         self._tokenizer_loader = tokenizer_loader
         self._layer_ids = layer_ids
         self._budget = self._pick_budget(max_tokens_per_forward)
-        self._overhead = overhead_tokens(self.device.type, sum(weight.numel() for weight in model.parameters()))
+        parameters = sum(weight.numel() for weight in model.parameters())
+        self._overhead = overhead_tokens(self.device.type, parameters)
         self._tokenizer: Any = None
         dtype = self._parts.embedding.dtype
         self._info = TargetInfo(

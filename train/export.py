@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ NO_CONFIDENCE = """No confidence head was trained: do not serve this draft with 
 
 
 class ExportError(RuntimeError):
-    """The export was not done; nothing was left behind at the output path."""
+    """The export was not done; the output path is as it was."""
 
 
 @dataclass(frozen=True)
@@ -249,13 +248,20 @@ def _in_words(error: Exception, output: Path, size: int) -> ExportError:
     code = getattr(error, "errno", None)
     if code == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error):
         return ExportError(
-            f"the disk of {output.parent} is full: the export needs {size / 2**20:.1f} MiB. Nothing was left at {output}"
+            f"the disk of {output.parent} is full: the export needs {size / 2**20:.1f} MiB. {output} is as it was"
         )
-    return ExportError(f"writing the export to {output} failed, nothing was left there: {error}")
+    return ExportError(f"writing the export failed, {output} is as it was: {error}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `draft-jax export`; returns the exit code."""
+    """Entry of `draft-jax export`.
+
+    Returns:
+        Exit code: 0 done, 1 when an existing export that was checked fails.
+
+    Raises:
+        ExportError, ValueError: nothing was exported; the message says why.
+    """
     parser = argparse.ArgumentParser(prog="draft-jax export", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", metavar="RUN_DIR", help="a run's folder (its checkpoint is exported)")
@@ -272,15 +278,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.draft and not args.output:
         parser.error("--draft needs --output")
-    try:
-        if args.check:
-            checks = verify_export(args.check, TargetFacts.from_folder(args.target) if args.target else None)
-            print("\n".join(map(str, checks)))
-            return 0 if all(check.ok for check in checks) else 1
-        return _export_command(args)
-    except (ExportError, ValueError, OSError) as error:
-        print(f"draft-jax export: {error}", file=sys.stderr)
-        return 1
+    if args.check:
+        checks = verify_export(args.check, TargetFacts.from_folder(args.target) if args.target else None)
+        print("\n".join(map(str, checks)))
+        return 0 if all(check.ok for check in checks) else 1
+    return _export_command(args)
 
 
 def _export_command(args: argparse.Namespace) -> int:

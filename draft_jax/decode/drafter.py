@@ -82,10 +82,10 @@ class Drafter:
         """Forgets the context; the buffers stay and are written over."""
         self._lengths[:] = 0
         self._cache = ContextCache(
-            k=self._cache.k, v=self._cache.v, length=jnp.asarray(np.zeros(self.batch, np.int32))
+            k=self._cache.k, v=self._cache.v, length=jax.device_put(np.zeros(self.batch, np.int32))
         )
 
-    def extend(self, context_hidden: Array, count: np.ndarray | int | None = None) -> None:
+    def extend(self, context_hidden: Array | np.ndarray, count: np.ndarray | int | None = None) -> None:
         """Appends context of newly committed tokens, any number of them.
 
         Args:

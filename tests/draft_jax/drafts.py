@@ -13,7 +13,8 @@ _make_blocks = jax.jit(make_blocks, static_argnums=(3, 4))
 
 
 def tiny_config(**changes) -> DraftConfig:
-    """A draft of a few thousand parameters in which no two sizes coincide (D 24, H 6, G 2, C 8, V 31, R 5)."""
+    """A draft of a few thousand parameters in which no two sizes coincide (D 24, H 6, G 2, C 8, V 31, R
+    5)."""
     fields = {
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -75,7 +76,8 @@ def blocks_at(batch: DraftBatch, anchors: list[list[int]], config: DraftConfig, 
 
 
 def random_params(config: DraftConfig, seed: int = 2) -> dict:
-    """Parameters with every leaf random, norms and biases too (unlike `init_params`), made without compiling."""
+    """Parameters with every leaf random, norms and biases too (unlike `init_params`), made without
+    compiling."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, abstract):

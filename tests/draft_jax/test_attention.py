@@ -1,4 +1,5 @@
-"""Every attention implementation against one written with loops in NumPy; nothing leaks and nothing is wasted."""
+"""Every attention implementation against one written with loops in NumPy; nothing leaks and nothing is
+wasted."""
 
 import functools
 
@@ -120,9 +121,12 @@ def test_gradients_equal_those_of_a_dense_mask(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_case_t15_keys_seen(name):
-    """Length 12, block 4, anchors 3 and 5: 7 and 9 keys, none of the other block (counted through the values)."""
+    """Length 12, block 4, anchors 3 and 5: 7 and 9 keys, none of the other block (counted through the
+    values)."""
     length, anchors = 12, np.array([[3, 5]])
-    q = np.zeros((1, 2, 4, 1, 16), np.float32)  # all scores equal: the output is the mean of the visible values
+    q = np.zeros(
+        (1, 2, 4, 1, 16), np.float32
+    )  # all scores equal: the output is the mean of the visible values
     k_context, k_block = np.zeros((1, length, 1, 16), np.float32), np.zeros_like(q)
     # The value of key i is the unit vector i; block 0's slots share unit 12, block 1's share unit 13.
     unit = np.eye(16, dtype=np.float32)
@@ -158,7 +162,8 @@ def intermediate_sizes(function, *args) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_scores_between_blocks_and_no_repeated_keys(name):
-    """With many blocks and a short row, (N*K)^2 scores would dwarf everything; with a long row, repeated K would."""
+    """With many blocks and a short row, (N*K)^2 scores would dwarf everything; with a long row, repeated K
+    would."""
     many = 40
     shapes = [(1, many, K, H, C), (1, 2, G, C), (1, 2, G, C), (1, many, K, G, C), (1, many, K, G, C)]
     tensors = [jnp.ones(shape) for shape in shapes]
@@ -177,5 +182,5 @@ def test_no_scores_between_blocks_and_no_repeated_keys(name):
 
 
 def test_unknown_implementation_is_named():
-    with pytest.raises(ValueError, match="'flash9' is unknown; available: .*xla"):
+    with pytest.raises(ValueError, match=r"'flash9' is unknown; available: .*xla"):
         run(inputs(), "flash9")

@@ -131,7 +131,12 @@ def test_from_target_reads_nested_text_config_and_new_rope_keys():
 
 
 def test_from_target_drops_what_only_images_or_the_target_need():
-    rope = {"rope_type": "mrope", "mrope_section": [8, 12, 12], "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    rope = {
+        "rope_type": "mrope",
+        "mrope_section": [8, 12, 12],
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    }
     target = {**TARGET, "rope_parameters": rope}
     del target["rope_scaling"]
     assert of_target(target).rope_scaling is None
@@ -156,7 +161,13 @@ def test_from_target_refuses_by_name():
 def deepspec_layout(config: DraftConfig) -> dict:
     """dspark_spec 3.3: flat keys, rope under `rope_parameters`."""
     hf = config.to_hf()
-    for key in ("dflash_config", "rope_theta", "rope_scaling", "sample_from_anchor", "target_model_name_or_path"):
+    for key in (
+        "dflash_config",
+        "rope_theta",
+        "rope_scaling",
+        "sample_from_anchor",
+        "target_model_name_or_path",
+    ):
         del hf[key]
     return hf
 
@@ -190,7 +201,9 @@ def test_every_layout_reads_back(layout, changes):
 
 
 def test_our_export_keeps_every_field():
-    config = tiny_config(target_name="some/target", num_anchors=77, initializer_range=0.01, rope_scaling=LLAMA3)
+    config = tiny_config(
+        target_name="some/target", num_anchors=77, initializer_range=0.01, rope_scaling=LLAMA3
+    )
     changed = {
         field.name
         for field in dataclasses.fields(config)
@@ -200,7 +213,8 @@ def test_our_export_keeps_every_field():
 
 
 @pytest.mark.parametrize(
-    "key", ["target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers", "vocab_size"]
+    "key",
+    ["target_layer_ids", "mask_token_id", "block_size", "markov_rank", "num_target_layers", "vocab_size"],
 )
 def test_a_missing_key_is_named(key):
     hf = tiny_config().to_hf()
@@ -222,7 +236,10 @@ def test_a_missing_key_is_named(key):
         ({"rope_theta": 1.0}, r"contradicts itself: rope_theta = 1\.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "contradicts itself: rope_scaling"),
         ({"rope_theta": None, "rope_parameters": {}}, "neither rope_theta nor"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] is 'sliding_attention'"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types\[1\] is 'sliding_attention'",
+        ),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries but num_hidden_layers is 2"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias True"),

@@ -59,7 +59,9 @@ def test_hidden_of_a_decoded_block_is_that_of_training(kind):
     batch = random_batch(config, [[15]], 15)
     anchors = [[3, 9, 12]]
     blocks = blocks_at(batch, anchors, config)
-    trained = jax.jit(lambda p: bind(config, p, jnp.float32)(batch, blocks, frozen, jnp.ones((1, 15), bool)))(params)
+    trained = jax.jit(lambda p: bind(config, p, jnp.float32)(batch, blocks, frozen, jnp.ones((1, 15), bool)))(
+        params
+    )
     drafter = make(kind)
     states = np.asarray(batch.context_hidden)
     done = 0
@@ -75,7 +77,7 @@ def test_ragged_pieces_fill_the_cache_as_one_piece_does():
     whole = context(2, 11)
     lengths = [11, 6]
     drafter = make(batch=2)
-    junk = np.full((2, 3, 72), np.nan, np.float32)
+    junk = np.full((2, 5, 72), np.nan, np.float32)
     done = [0, 0]
     for counts in ([2, 0], [3, 4], [0, 1], [5, 1], [1, 0]):
         piece = np.stack([np.concatenate([whole[b, d:], junk[b]])[:5] for b, d in enumerate(done)])
@@ -123,7 +125,10 @@ def distributions_by_hand(kind, hidden, anchor, tokens, temperature):
     if config.markov_rank:
         prev = jnp.asarray([anchor, *tokens[:-1]], jnp.int32)
         markov = bind(config, params, jnp.float32).markov
-        logits = logits + np.asarray(markov.states(hidden, prev), np.float64) @ np.asarray(markov.w2(), np.float64).T
+        logits = (
+            logits
+            + np.asarray(markov.states(hidden, prev), np.float64) @ np.asarray(markov.w2(), np.float64).T
+        )
     if temperature == 0:
         return np.eye(V)[logits.argmax(-1)]
     scaled = logits / temperature
@@ -133,7 +138,8 @@ def distributions_by_hand(kind, hidden, anchor, tokens, temperature):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_tokens_follow_the_returned_probabilities(kind):
-    """The distributions use the sampled tokens, and each token is where its uniform falls in its own distribution."""
+    """The distributions use the sampled tokens, and each token is where its uniform falls in its own
+    distribution."""
     drafter = make(kind)
     drafter.extend(context(1, 6))
     seen = set()
@@ -205,7 +211,8 @@ def test_temperature_changes_the_distribution_in_one_program():
 
 
 def test_a_whole_sequence_compiles_nothing():
-    """Prompts, rounds and temperatures of any kind, on numpy and device arrays, twice: no program after the first three."""
+    """Prompts, rounds and temperatures of any kind, numpy and device arrays: nothing after the first
+    three."""
     drafter = make()
     assert drafter.compile_count == 3
     names = []
@@ -221,7 +228,7 @@ def test_a_whole_sequence_compiles_nothing():
             drafter.extend(context(1, 13))
             for n in (1, 3, 5, 2):
                 proposal = drafter.propose(n, uniforms(seed=n), temperature)
-                assert int(proposal.tokens[0, 0]) < V
+                assert np.asarray(proposal.tokens).max() < V
                 states = context(1, n)
                 drafter.extend(jax.device_put(states) if n == 3 else states)
             drafter.extend(context(1, 0))
@@ -271,7 +278,7 @@ def test_reset_forgets():
 
 
 def test_bf16_rounds_weights_once_to_the_same_result():
-    """The drafter's rounded weights give bit for bit what the fp32 master weights give when bound in bf16."""
+    """The drafter's weights, rounded ahead, give what fp32 master weights give when bound in bf16."""
     config, params, frozen = drafter_parts("rnn")
     drafter = make("rnn", dtype=jnp.bfloat16)
     drafter.extend(context(1, 6))

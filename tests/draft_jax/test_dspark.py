@@ -30,7 +30,9 @@ def forward(params, batch, blocks, frozen, valid, config=CONFIG, dtype=jnp.float
 def hidden_of(batch, anchors, keep=None, valid=None, params=None, **options):
     valid = jnp.ones(batch.input_ids.shape, bool) if valid is None else jnp.asarray(valid)
     params = params_of() if params is None else params
-    return np.asarray(forward(params, batch, blocks_at(batch, anchors, CONFIG, keep), FROZEN, valid, **options))
+    return np.asarray(
+        forward(params, batch, blocks_at(batch, anchors, CONFIG, keep), FROZEN, valid, **options)
+    )
 
 
 def changed(batch, positions, **fields):
@@ -53,7 +55,8 @@ def perturbed(params, *path, by=1.5):
 
 
 def test_case_t15_no_leak_between_blocks():
-    """Anchors 3 and 5 overlap: states from 5 on do not reach block 1, states from 3 on do not reach block 0."""
+    """Anchors 3 and 5 overlap: states from 5 on do not reach block 1, states from 3 on do not reach block
+    0."""
     batch = random_batch(CONFIG, [[12]], 12)
     before = hidden_of(batch, [[3, 5]])
     late = hidden_of(changed(batch, range(5, 12), ids=False), [[3, 5]])
@@ -86,11 +89,17 @@ def test_a_block_is_seen_whole_by_each_of_its_slots():
 def test_packed_documents_equal_documents_alone():
     packed = random_batch(CONFIG, [[5, 9, 4]], 20)
     together = hidden_of(packed, [[3, 5, 8, 11, 16]])
-    where = {0: (5, [3]), 5: (9, [0, 3, 6]), 14: (4, [2])}  # first token of the document: length, anchors in it
+    where = {
+        0: (5, [3]),
+        5: (9, [0, 3, 6]),
+        14: (4, [2]),
+    }  # first token of the document: length, anchors in it
     alone = []
     for begin, (length, anchors) in where.items():
         batch = random_batch(CONFIG, [[length]], 20)
-        fields = {name: np.array(getattr(batch, name)) for name in ("input_ids", "context_hidden", "last_hidden")}
+        fields = {
+            name: np.array(getattr(batch, name)) for name in ("input_ids", "context_hidden", "last_hidden")
+        }
         for name, field in fields.items():
             field[:, :length] = getattr(packed, name)[:, begin : begin + length]
         batch = dataclasses.replace(batch, **{name: jnp.asarray(field) for name, field in fields.items()})
@@ -179,7 +188,9 @@ def test_every_layer_projects_the_same_features_without_its_input_norm():
     plain = context_keys_values(params_of(), batch)
     assert [k.shape for k, _ in plain] == [(1, 12, 2, 8)] * 2
     other = perturbed(params_of(), "layers", "1", "input_layernorm", "scale")
-    for got, want in zip(jax.tree.leaves(context_keys_values(other, batch)), jax.tree.leaves(plain), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(context_keys_values(other, batch)), jax.tree.leaves(plain), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
     # Values by hand: RMSNorm of the projected taps, through the layer's own v_proj.
     taps = np.asarray(batch.context_hidden, np.float64)
@@ -201,7 +212,8 @@ def test_context_reaches_the_block_through_each_layer(silent):
 
 
 def test_embedding_and_head_are_arguments():
-    """They are in no parameter, and another target's rows give another result from the same compiled program."""
+    """They are in no parameter, and another target's rows give another result from the same compiled
+    program."""
     assert not [path for path in paths(params_of()) if "embed_tokens" in path or "lm_head" in path]
     batch = random_batch(CONFIG, [[12]], 12)
     valid, blocks = jnp.ones((1, 12), bool), blocks_at(batch, [[3, 7]], CONFIG)
@@ -227,12 +239,16 @@ def test_bf16_computes_in_bf16_with_fp32_rotary_angles():
     assert np.abs(hidden.astype(np.float32) - exact).mean() < 0.02
 
     blocks, valid = blocks_at(batch, [[3, 7]], CONFIG), jnp.ones((1, 12), bool)
-    traced = jax.make_jaxpr(lambda p: bind(CONFIG, p, jnp.bfloat16)(batch, blocks, FROZEN, valid))(params_of())
+    traced = jax.make_jaxpr(lambda p: bind(CONFIG, p, jnp.bfloat16)(batch, blocks, FROZEN, valid))(
+        params_of()
+    )
     kinds: dict[str, set[str]] = {}
 
     def walk(jaxpr):
         for equation in jaxpr.eqns:
-            kinds.setdefault(equation.primitive.name, set()).update(str(v.aval.dtype) for v in equation.invars)
+            kinds.setdefault(equation.primitive.name, set()).update(
+                str(v.aval.dtype) for v in equation.invars
+            )
             for value in equation.params.values():
                 if hasattr(getattr(value, "jaxpr", value), "eqns"):
                     walk(getattr(value, "jaxpr", value))
@@ -290,7 +306,10 @@ def test_initialisation():
 @pytest.mark.parametrize("heads", ["vanilla", "gated", "rnn"])
 def test_abstract_params_are_the_real_ones_without_memory(heads):
     config = tiny_config(markov_head_type=heads, num_hidden_layers=1)
-    real, abstract = init_params(config, jax.random.key(0), jnp.bfloat16), abstract_params(config, jnp.bfloat16)
+    real, abstract = (
+        init_params(config, jax.random.key(0), jnp.bfloat16),
+        abstract_params(config, jnp.bfloat16),
+    )
     assert jax.tree.structure(real) == jax.tree.structure(abstract)
     for a, b in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -307,10 +326,10 @@ def test_eleven_layers_stay_in_order():
 
 def test_bind_refuses_other_trees_by_name():
     params = params_of()
+    mlp = {k: v for k, v in params["layers"]["1"]["mlp"].items() if k != "up_proj"}
+    layers = {**params["layers"], "1": {**params["layers"]["1"], "mlp": mlp}}
     with pytest.raises(ValueError, match="parameters lack layers/1/mlp/up_proj/kernel"):
-        mlp = {k: v for k, v in params["layers"]["1"]["mlp"].items() if k != "up_proj"}
-        layer = {**params["layers"]["1"], "mlp": mlp}
-        bind(CONFIG, {**params, "layers": {**params["layers"], "1": layer}}, jnp.float32)
+        bind(CONFIG, {**params, "layers": layers}, jnp.float32)
     with pytest.raises(ValueError, match="parameters hold markov/gate_proj/bias"):
         bind(CONFIG, params_of(tiny_config(markov_head_type="gated")), jnp.float32)
     with pytest.raises(ValueError, match=r"fc/kernel has shape \(48, 24\), the draft config says \(72, 24\)"):

@@ -1,4 +1,5 @@
-"""Markov and confidence heads against NumPy, slot by slot; the step of decoding equals the states of training."""
+"""Markov and confidence heads against NumPy, slot by slot; the step of decoding equals the states of
+training."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ def sigmoid(x):
 def inputs(seed=0):
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(BLOCKS, K, D)).astype(np.float32)
-    return hidden, rng.integers(0, 31, (BLOCKS, K)).astype(np.int32)
+    return jnp.asarray(hidden), jnp.asarray(rng.integers(0, 31, (BLOCKS, K)).astype(np.int32))
 
 
 def states_by_hand(kind, params, hidden, prev):
@@ -55,12 +56,14 @@ def head(request):
 def test_states_and_step(head):
     kind, params, draft = head
     hidden, prev = inputs()
-    expected = states_by_hand(kind, params, hidden, prev)
+    expected = states_by_hand(kind, params, np.asarray(hidden), np.asarray(prev))
     z = np.asarray(jax.jit(draft.markov.states)(hidden, prev))
     np.testing.assert_allclose(z, expected, atol=1e-5)
     assert draft.markov.w2().shape == (31, R)
     np.testing.assert_array_equal(draft.markov.w2(), params["markov_w2"]["embedding"])
-    np.testing.assert_array_equal(draft.markov.embed(prev), np.asarray(params["markov_w1"]["embedding"])[prev])
+    np.testing.assert_array_equal(
+        draft.markov.embed(prev), np.asarray(params["markov_w1"]["embedding"])[prev]
+    )
 
     carry = draft.markov.initial_carry((BLOCKS,))
     step = jax.jit(draft.markov.step)
@@ -74,8 +77,7 @@ def test_only_rnn_remembers(head):
     kind, _, draft = head
     hidden, prev = inputs()
     states = jax.jit(draft.markov.states)
-    other = prev.copy()
-    other[:, 0] = (other[:, 0] + 1) % 31
+    other = prev.at[:, 0].set((prev[:, 0] + 1) % 31)
     difference = np.abs(states(hidden, other) - states(hidden, prev)).max(axis=(0, 2))
     assert difference[0] > 1e-2
     assert (difference[1:] > 1e-4).all() == (kind == "rnn")
@@ -93,8 +95,8 @@ def test_confidence_is_fp32_whatever_the_draft_computes_in(with_markov):
     params = random_params(config)
     draft = bind(config, params, jnp.bfloat16)
     hidden, prev = inputs()
-    hidden = jnp.asarray(hidden, jnp.bfloat16)
-    embedding = draft.markov.embed(jnp.asarray(prev)) if with_markov else None
+    hidden = hidden.astype(jnp.bfloat16)
+    embedding = draft.markov.embed(prev) if with_markov else None
     logits = draft.confidence(hidden, embedding)
     assert logits.dtype == jnp.float32
     assert logits.shape == (BLOCKS, K)

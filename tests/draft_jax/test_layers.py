@@ -1,4 +1,5 @@
-"""Layers against NumPy in fp64, and the dtypes promised: fp32 statistics, fp32 rotary angles, unrounded tables."""
+"""Layers against NumPy in fp64, and the dtypes promised: fp32 statistics, fp32 rotary angles, unrounded
+tables."""
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,13 @@ def test_rms_norm_statistics_are_fp32():
 def test_swiglu():
     mlp = SwiGLU(6, 10, init_std=0.5, dtype=jnp.float32, rngs=RNGS)
     x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
-    gate, up, down = (np.asarray(p.kernel[...], np.float64) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    gate, up, down = (
+        np.asarray(p.kernel[...], np.float64) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    )
     z = x @ gate
-    np.testing.assert_allclose(mlp(jnp.asarray(x)), (z / (1 + np.exp(-z)) * (x @ up)) @ down, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        mlp(jnp.asarray(x)), (z / (1 + np.exp(-z)) * (x @ up)) @ down, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_embedding_gradient_is_not_rounded_to_the_compute_dtype():
@@ -61,7 +66,8 @@ def test_embedding_gradient_is_not_rounded_to_the_compute_dtype():
 
 
 def test_rotary_angles_are_fp32_far_into_the_context():
-    """At position 4000 fp32 angles are right to 1e-3; bf16-rounded frequencies would be off by whole radians."""
+    """At position 4000 fp32 angles are right to 1e-3; bf16-rounded frequencies would be off by whole
+    radians."""
     frequencies = inverse_frequencies(64, 1e6, None)
     cos, sin = rotary_angles(jnp.asarray([[4000, 4001]]), frequencies)
     assert cos.dtype == sin.dtype == jnp.float32

@@ -100,6 +100,10 @@ class Case:
             total = sums if total is None else total.add(sums)
         return total
 
+    def with_arrays(self, arrays: dict[str, np.ndarray]) -> "Case":
+        """The same draft and anchors over other fields, for both sides."""
+        return dataclasses.replace(self, rows=torch_rows(arrays), arrays=arrays)
+
     def with_rows(self, rows: list[ReferenceRow], anchors: list[list[int]], keep: list[list[bool]]) -> "Case":
         """The same draft over other rows (the reference's side only); blocks per row may differ."""
         return dataclasses.replace(self, rows=rows, anchors=anchors, keep=keep)
@@ -274,8 +278,8 @@ def torch_rows(arrays: dict[str, np.ndarray]) -> list[ReferenceRow]:
     return [ReferenceRow(**{name: value[b] for name, value in fields.items()}) for b in range(count)]
 
 
-def build_case(heads: str = "vanilla", rope: str | None = None, seed: int = 0) -> Case:
-    """A case of one head kind; the model's weights depend on the kind, the batch on the seed alone."""
+def build_case(heads: str = "vanilla", rope: str | None = None) -> Case:
+    """A case of one head kind and one rotary scaling; the batch is the same for all."""
     kind, confidence, with_markov = HEADS[heads]
     spec = ReferenceSpec(
         **SIZES,
@@ -285,7 +289,7 @@ def build_case(heads: str = "vanilla", rope: str | None = None, seed: int = 0) -
         confidence=confidence,
         confidence_with_markov=with_markov,
     )
-    arrays, anchors, keep = batch_arrays(spec, seed)
+    arrays, anchors, keep = batch_arrays(spec, seed=0)
     rng = np.random.default_rng(100)
     embedding, head = rng.normal(size=(2, PADDED_VOCAB, spec.hidden_size)).astype(np.float32)
     # Logits of a few units: neither a flat nor a one-hot target.

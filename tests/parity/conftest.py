@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="package", autouse=True)
 def compile_fast():
-    """Many small programs are compiled and each runs once: the compiler's optimisations would only cost time."""
+    """Many small programs are compiled and each runs once: the compiler's optimisations only cost time."""
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     jax.config.update(name, True)
@@ -30,7 +30,12 @@ def compile_fast():
 @pytest.fixture(scope="session")
 def make_case() -> Callable[..., Case]:
     """`build_case` with memory: a case keeps its compiled programs. Cases are read-only."""
-    return functools.lru_cache(maxsize=None)(build_case)
+    remembered = functools.lru_cache(maxsize=None)(build_case)
+
+    def make(heads: str = "vanilla", rope: str | None = None) -> Case:
+        return remembered(heads, rope)
+
+    return make
 
 
 @pytest.fixture(scope="session")

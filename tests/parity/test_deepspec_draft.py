@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def loaded(folder):
 
 
 @pytest.fixture(scope="module")
-def blocks_and_hidden(loaded, arrays, embedding):
+def outputs(loaded, arrays, embedding):
     from draft_jax import anchors
     from draft_jax.batch import FrozenHead
     from draft_jax.models import dspark
@@ -74,8 +75,15 @@ def blocks_and_hidden(loaded, arrays, embedding):
     head = FrozenHead(embedding=jnp.asarray(embedding), lm_head=jnp.asarray(embedding))
     kept = jnp.ones((1, len(ANCHORS[0])), bool)
     blocks = anchors.make_blocks(batch, jnp.asarray(ANCHORS), kept, config.block_size, 4.0)
-    draft = dspark.bind(config, params, jnp.float32)
-    return draft, blocks, draft(batch, blocks, head, jnp.ones((1, LENGTH), bool))
+
+    @jax.jit
+    def forward(params, batch, blocks, head):
+        draft = dspark.bind(config, params, jnp.float32)
+        hidden = draft(batch, blocks, head, jnp.ones((1, LENGTH), bool))
+        biases = draft.markov.states(hidden, blocks.prev) @ draft.markov.w2().T
+        return hidden, biases, draft.confidence(hidden, draft.markov.embed(blocks.prev))
+
+    return forward(params, batch, blocks, head)
 
 
 def test_config_is_read_the_same(loaded, reference):
@@ -91,20 +99,18 @@ def test_config_is_read_the_same(loaded, reference):
     assert config.confidence_head_with_markov
 
 
-def test_block_outputs(blocks_and_hidden, reference, arrays, embedding):
+def test_block_outputs(outputs, reference, arrays, embedding):
     """Hidden states of four blocks, Markov features and confidence logits: fp32, 1e-4."""
     from .cases import torch_rows
     from .torch_objective import label_block
 
-    draft, blocks, hidden = blocks_and_hidden
+    hidden, biases, confidence = outputs
     row = torch_rows(arrays)[0]
     with torch.no_grad():
         expected = reference.block_hidden(row, ANCHORS[0], [True] * 4, torch.from_numpy(embedding))
         scale = float(expected.abs().max())
         assert scale > 0.5
         np.testing.assert_allclose(hidden[0], expected.numpy(), rtol=1e-4, atol=1e-4)
-        biases = draft.markov.states(hidden, blocks.prev) @ draft.markov.w2().T
-        confidence = draft.confidence(hidden, draft.markov.embed(blocks.prev))
         for n, anchor in enumerate(ANCHORS[0]):
             previous = torch.tensor(label_block(row, anchor, True, 7, 4.0).previous)
             bias = reference.markov_head.block(expected[n], previous)

@@ -48,6 +48,16 @@ def test_rotary_scaling(make_case, rope):
     assert np.abs(expected - reference_hidden(make_case("vanilla_only"))).max() > 1e-2
 
 
+def test_long_distances(make_case):
+    """Keys up to 3800 positions away: frequencies rounded to bf16 would turn them by radians (8.2.1)."""
+    case = make_case("vanilla_only")
+    arrays = {**case.arrays, "positions": case.arrays["positions"] * 200}
+    far = case.with_arrays(arrays)
+    # fp32 angles of some thousand radians are exact to about 1e-4 on either side.
+    np.testing.assert_allclose(far.forward()[0], reference_hidden(far), rtol=1e-3, atol=1e-3)
+    assert np.abs(reference_hidden(far) - reference_hidden(case)).max() > 0.1
+
+
 def test_context_valid(make_case):
     """An invalid position is no key."""
     case = make_case()

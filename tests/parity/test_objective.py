@@ -1,5 +1,7 @@
 """Every loss term and every metric of draft_jax equals the torch reference; anchors are passed in."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -106,8 +108,6 @@ def test_dummies_and_empty_rows(make_case):
         np.testing.assert_array_equal(moved_sums[name], value, err_msg=name)
     for name, value in grads.items():
         np.testing.assert_array_equal(moved_grads[name], value, err_msg=name)
-
-    import dataclasses
 
     empty = dataclasses.replace(case, keep=np.zeros_like(case.keep))
     numerator, sums, grads = case.objective(CONFIG, empty.blocks())

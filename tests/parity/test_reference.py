@@ -318,20 +318,16 @@ def test_minimal_algorithm():
 
 def test_normalizations_differ_and_agree_where_they_must():
     model, (embedding, head) = model_of(), frozen()
-    short = row_sums(model, random_row(seed=5), [9], [True], embedding, head, ReferenceObjective())
-    long = row_sums(model, random_row(seed=6), [1, 4], [True] * 2, embedding, head, ReferenceObjective())
-    micro = ReferenceObjective(normalization="micro_step")
-    window = ReferenceObjective()
-    assert float(loss_of_window([short, short], micro)) == pytest.approx(
-        float(loss_of_window([short], window))
-    )
-    assert float(loss_of_window([short, long], micro)) != pytest.approx(
-        float(loss_of_window([short, long], window))
-    )
-    joined = short.add(long)
-    assert float(loss_of_window([joined], window)) == pytest.approx(
-        float(loss_of_window([short, long], window))
-    )
+    micro, window = ReferenceObjective(normalization="micro_step"), ReferenceObjective()
+
+    def loss(micro_steps, objective):
+        return loss_of_window(micro_steps, objective).item()
+
+    short = row_sums(model, random_row(seed=5), [9], [True], embedding, head, window)
+    long = row_sums(model, random_row(seed=6), [1, 4], [True] * 2, embedding, head, window)
+    assert loss([short, short], micro) == pytest.approx(loss([short], window))
+    assert loss([short, long], micro) != pytest.approx(loss([short, long], window))
+    assert loss([short.add(long)], window) == pytest.approx(loss([short, long], window))
 
 
 def test_schedule():

@@ -22,7 +22,7 @@ from .torch_trainer import ReferenceOptimizer, train
 
 STEPS, ACCUMULATION, NUM_ANCHORS = 4, 2, 16
 #: Two steps of warm-up (rates 1/2 and 1), then two of the cosine (1 and 1/2). The clip bites in every step.
-OPTIMIZER = {"lr": 2e-3, "warmup_ratio": 0.5, "max_grad_norm": 0.3}
+OPTIMIZER = {"lr": 6e-4, "warmup_ratio": 0.5, "max_grad_norm": 0.3}
 
 
 def window_arrays(case: Case, window: int) -> list[dict[str, np.ndarray]]:
@@ -92,10 +92,7 @@ def jax_run(case: Case, objective: ObjectiveConfig):
     return weights.to_torch_layout(run.params, case.config, dtype=np.float32), history
 
 
-@pytest.mark.parametrize(
-    ("heads", "normalization"),
-    [("vanilla", "window"), ("vanilla", "micro_step"), ("rnn", "window"), ("none", "window")],
-)
+@pytest.mark.parametrize(("heads", "normalization"), [("rnn", "window"), ("vanilla", "micro_step")])
 def test_adamw_steps(heads, normalization):
     case = build_case(heads)
     before = case.tensors
@@ -107,6 +104,8 @@ def test_adamw_steps(heads, normalization):
     after = case.tensors
     assert found.keys() == after.keys()
     for name, value in after.items():
-        moved = np.abs(value - before[name]).max()
-        assert moved > OPTIMIZER["lr"], f"{name} hardly moved"
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
+        # 1e-5 is 1/60 of one step: the whole way of the tensor must agree far better than that.
+        way = np.linalg.norm(value - before[name])
+        assert way > OPTIMIZER["lr"], f"{name} hardly moved"
+        assert np.linalg.norm(found[name] - value) < 1e-3 * way, name

@@ -152,7 +152,7 @@ def visibility(
         own = range(block * block_size, (block + 1) * block_size)
         for query in own:
             for column, position in enumerate(context_rows):
-                seen[query, column] = start <= position < anchor
+                seen[query, column] = bool(start <= position < anchor)
             for key in own:
                 seen[query, num_context + key] = True
     return seen

@@ -197,6 +197,7 @@ def test_groups_hold_every_document_once_within_the_budget():
         assert cells - sum(lengths[index] for index in group) <= 64
     assert len(groups) < 100
     assert groups == plan_groups(lengths, 2048, 64)
+    assert plan_groups([10] * 9, 40, 0) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
 
 
 def test_padding_is_spent_where_a_forward_costs_more():
@@ -205,7 +206,11 @@ def test_padding_is_spent_where_a_forward_costs_more():
     assert plan_groups(lengths, 16384, 599) == [[0, 1, 2], [3]]
     assert plan_groups(lengths, 16384, 0) == [[0], [1], [2], [3]]
     small, large = 135_000_000, 8_000_000_000
-    assert overhead_tokens("cuda", small) > 10 * overhead_tokens("cuda", large) > 10 * overhead_tokens("cpu", large)
+    assert (
+        overhead_tokens("cuda", small)
+        > 10 * overhead_tokens("cuda", large)
+        > 10 * overhead_tokens("cpu", large)
+    )
 
 
 # --- requests that are refused

@@ -81,6 +81,13 @@ def test_t21_the_output_distribution_is_p():
         )
 
 
+def test_the_token_after_a_refusal_has_a_number_of_its_own():
+    """A residual with several tokens: drawing it with the number that decided the refusal would bias it."""
+    p, q = [0.2, 0.4, 0.4], [0.6, 0.2, 0.2]
+    emitted = outcome([p, P], [q], grid=6)
+    assert [sum(v for k, v in emitted.items() if k[0] == t) for t in range(3)] == pytest.approx(p, abs=1e-6)
+
+
 def test_t21_reduced_draft_vocabulary():
     q = [0.0, 0.6, 0.4]
     emitted = outcome([P, P], [q], grid=20)

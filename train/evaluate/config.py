@@ -26,7 +26,6 @@ class EvalConfig:
         max_context: refuse prompts that do not fit in this many tokens, and stop outputs there; None = what
             target and draft can address.
         template: chat template of the prompts, as `data.template`: auto = the tokenizer's own.
-        every: during training, evaluate every this many optimizer steps; 0 = never.
     """
 
     prompts: str | None = None
@@ -39,7 +38,6 @@ class EvalConfig:
     plain: bool = True
     max_context: int | None = None
     template: str = "auto"
-    every: int = 0
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
@@ -62,8 +60,6 @@ class EvalConfig:
             )
         if self.seed < 0:
             raise ValueError(f"eval.seed is {self.seed}; give a non-negative integer")
-        if self.every < 0:
-            raise ValueError(f"eval.every is {self.every}; give 0 (never) or a number of steps")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"eval.dtype is {self.dtype!r}; choose auto, float32 or bfloat16")
 

@@ -20,6 +20,7 @@ class LoadedDraft:
         origin: what was read, in words, for reports.
         target: name or folder of the target it belongs to, when the source says so.
         run_config: the run's resolved configuration (config.yaml as plain values); None for a folder.
+        step: the optimizer step of a run's checkpoint; None for a folder.
     """
 
     config: DraftConfig
@@ -27,6 +28,7 @@ class LoadedDraft:
     origin: str
     target: str | None
     run_config: dict[str, Any] | None = None
+    step: int | None = None
 
 
 def load_draft(source: str | Path, step: str | int = "latest") -> LoadedDraft:
@@ -45,11 +47,11 @@ def load_draft(source: str | Path, step: str | int = "latest") -> LoadedDraft:
     if (folder / "draft_config.json").is_file():
         from train.checkpoint import load_trained
 
-        chosen = int(step) if str(step).isdigit() else step
+        chosen = _resolve_step(folder, step)
         config, params = load_trained(folder, chosen)
         run_config = _run_config(folder)
         target = ((run_config or {}).get("target") or {}).get("path") or config.target_name
-        return LoadedDraft(config, params, f"run {folder} at step {chosen}", target, run_config)
+        return LoadedDraft(config, params, f"run {folder} at step {chosen}", target, run_config, chosen)
     if (folder / "config.json").is_file():
         if step != "latest":
             raise ValueError(
@@ -62,6 +64,21 @@ def load_draft(source: str | Path, step: str | int = "latest") -> LoadedDraft:
     raise ValueError(
         f"{folder} is neither a run directory (no draft_config.json) nor a draft's folder (no config.json)"
     )
+
+
+def _resolve_step(run_dir: Path, step: str | int) -> int:
+    from train.checkpoint import CHECKPOINTS, CheckpointError, best_step, complete_steps
+
+    if str(step).isdigit():
+        return int(step)
+    steps = complete_steps(run_dir / CHECKPOINTS)
+    if not steps:
+        raise CheckpointError(f"{run_dir / CHECKPOINTS} holds no complete checkpoint; train first")
+    if step == "latest":
+        return steps[-1]
+    if step == "best":
+        return best_step(run_dir / CHECKPOINTS)
+    raise ValueError(f"--step {step!r} is neither latest, best nor a number")
 
 
 def _run_config(folder: Path) -> dict[str, Any] | None:

@@ -114,6 +114,8 @@ class SampleResult:
                 continue
             pieces.append({"text": text[len(shown) :], "kind": kind})
             shown = text
+        if ids and text != shown:
+            pieces.append({"text": text[len(shown) :], "kind": kind})
         return pieces
 
     def to_json(self) -> dict[str, Any]:

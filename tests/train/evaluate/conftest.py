@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 from draft_jax.config import DraftConfig
-from draft_jax.models.dspark import init_params
+from draft_jax.models.dspark import abstract_params
 from target_bridge.hf import HFTarget
 from train.evaluate.tasks import Prompt
 
@@ -52,8 +53,18 @@ def make_config() -> Callable[..., DraftConfig]:
 
 @pytest.fixture(scope="session")
 def make_params() -> Callable[..., Any]:
-    """Random parameters, large enough that the draft is confident and often wrong."""
-    return lambda config, seed=0: init_params(config, jax.random.key(seed))
+    """Random parameters, large enough that the draft is confident and often wrong; made without compiling."""
+
+    def make(config: DraftConfig, seed: int = 0) -> Any:
+        random = np.random.default_rng(seed)
+
+        def leaf(path: Any, abstract: Any) -> jax.Array:
+            noise = random.normal(size=abstract.shape) * config.initializer_range
+            return jnp.asarray(noise + (path[-1].key == "scale"), jnp.float32)
+
+        return jax.tree_util.tree_map_with_path(leaf, abstract_params(config))
+
+    return make
 
 
 @pytest.fixture(scope="session")
