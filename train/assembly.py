@@ -19,6 +19,7 @@ from .data.pipeline import load_dataset
 from .data.rows import RowIterator
 from .feeding import Feeder
 from .optimizer import make_optimizer, make_schedule
+from .plan import parameter_groups
 from .resolve import read_target_config, resolve_draft, resolve_dtype, resolve_steps
 from .resume import run_identity
 from .sharding import make_mesh, replicated
@@ -55,12 +56,17 @@ class Assembled:
     feeder: Callable[[], Feeder]
 
 
-def assemble(config: RunConfig, target: Target | None = None) -> Assembled:
+def assemble(
+    config: RunConfig,
+    target: Target | None = None,
+    check: Callable[[dict[str, Any]], None] = lambda identity: None,
+) -> Assembled:
     """Load, resolve and compile.
 
     Args:
         config: the run.
         target: a loaded target instead of `config.target`.
+        check: called with the run's identity before anything is compiled; may refuse it.
     """
     platform, devices = runtime.start_jax(config)
     draft = resolve_draft(config, read_target_config(config.target))
@@ -77,6 +83,9 @@ def assemble(config: RunConfig, target: Target | None = None) -> Assembled:
         data.samples, train.batch_rows, config.data.max_length, seed=config.data.seed, shuffle=config.data.shuffle
     )
     total_steps = resolve_steps(train, len(data.samples))
+    stream = {name: value for name, value in rows.get_state().items() if name != "next_batch"}
+    identity = run_identity(config, draft, stream)
+    check(identity)
     mesh = make_mesh(devices, train.fsdp)
     frozen = handoff.frozen_to_jax(*target.frozen_head(), replicated(mesh))
     options = StepOptions(
@@ -96,7 +105,7 @@ def assemble(config: RunConfig, target: Target | None = None) -> Assembled:
         frozen=frozen,
         hidden_dtype=jnp.dtype(target.info.dtype),
     )
-    stream = {name: value for name, value in rows.get_state().items() if name != "next_batch"}
+    _describe(draft, programs, total_steps, platform, dtype)
 
     def initial_state() -> TrainState:
         params = None
@@ -117,10 +126,20 @@ def assemble(config: RunConfig, target: Target | None = None) -> Assembled:
         frozen=frozen,
         programs=programs,
         total_steps=total_steps,
-        identity=run_identity(config, draft, stream),
+        identity=identity,
         abstract_state=abstract_state(draft, options.optimizer, mesh),
         initial_state=initial_state,
         feeder=feeder,
+    )
+
+
+def _describe(draft: DraftConfig, programs: Programs, total_steps: int, platform: str, dtype: str) -> None:
+    parameters = sum(parameter_groups(draft).values())
+    temporary = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in programs.memory().items())
+    print(
+        f"{parameters:,} trainable parameters, {total_steps} optimizer steps, {dtype} on {platform};"
+        f" temporary memory of the compiled programs: {temporary or 'not known'}",
+        flush=True,
     )
 
 

@@ -24,9 +24,11 @@ CHECKPOINTS = "checkpoints"
 DRAFT_CONFIG = "draft_config.json"
 
 #: What orbax leaves in a folder whose save came to its end.
-_COMPLETE = ("_CHECKPOINT_METADATA", "params", "optimizer", "run")
+_COMPLETE = ("_CHECKPOINT_METADATA", "params", "optimizer")
 #: Name under which the value that ranks checkpoints is stored; higher is better whatever the metric.
 _SCORE = "score"
+#: Name in orbax's custom metadata of the plain values of `Saved`, as JSON text.
+_RECORD = "draft_jax_run"
 
 
 class CheckpointError(RuntimeError):
@@ -103,6 +105,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
         self._pending: tuple[int, Any] | None = None
+        self._failed = False
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
@@ -129,10 +132,11 @@ class Checkpoints:
         parts = {
             "params": state.params,
             "optimizer": {"opt_state": state.opt_state, "step": state.step, "key": state.key},
-            "run": {"json": text},
         }
         try:
-            response = self._checkpointer.save_checkpointables_async(saved.step, parts, force=True, metrics=ranked)
+            response = self._checkpointer.save_checkpointables_async(
+                saved.step, parts, force=True, metrics=ranked, custom_metadata={_RECORD: text}
+            )
         except Exception as error:
             raise self._failure(saved.step, error) from error
         self._pending = (saved.step, response)
@@ -154,6 +158,7 @@ class Checkpoints:
             raise self._failure(step, error) from error
 
     def _failure(self, step: int, error: Exception) -> CheckpointError:
+        self._failed = True
         for leftover in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
@@ -176,23 +181,29 @@ class Checkpoints:
         }
         folder = self.folder / str(step)
         _check_tensors(folder, wanted)
-        loaded = _load(folder, {**wanted, "run": None})
-        record = json.loads(loaded["run"]["json"])
+        loaded = _load(folder, wanted)
         optimizer = loaded["optimizer"]
         state = TrainState(optimizer["step"], loaded["params"], optimizer["opt_state"], optimizer["key"])
-        return state, Saved(step, record["position"], record["identity"], record["settings"])
+        return state, read_saved(self.folder, step)
 
     def close(self) -> None:
         """Wait for the background save and free orbax's threads. Raises CheckpointError if that save failed."""
         try:
             self.wait()
         finally:
-            self._checkpointer.close()
+            try:
+                self._checkpointer.close()
+            except Exception:
+                if not self._failed:  # orbax raises the error of a failed save again, and again
+                    raise
 
 
 def read_saved(folder: Path, step: int) -> Saved:
     """The plain values of a checkpoint, without its arrays."""
-    record = json.loads(_load(folder / str(step), {"run": None})["run"]["json"])
+    record = (_metadata(folder / str(step)).custom_metadata or {}).get(_RECORD)
+    if record is None:
+        raise CheckpointError(f"{folder / str(step)} was not written by draft-jax: it has no record of its run")
+    record = json.loads(record)
     return Saved(step, record["position"], record["identity"], record["settings"])
 
 
@@ -264,14 +275,18 @@ def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
 
 
+def _metadata(folder: Path) -> Any:
+    try:
+        return ocp.checkpointables_metadata(folder)
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
+
+
 def _check_tensors(folder: Path, wanted: dict[str, Any]) -> None:
     """Compare names, shapes and dtypes before reading: orbax would cast another dtype without a word."""
     if missing := _missing_parts(folder):
         raise CheckpointError(f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}")
-    try:
-        metadata = ocp.checkpointables_metadata(folder).metadata
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
+    metadata = _metadata(folder).metadata
     problems = []
     for part, tree in wanted.items():
         if metadata.get(part) is None:  # orbax only warns

@@ -1,7 +1,7 @@
 """`draft-jax export`: a trained draft as the folder stock SGLang serves.
 
-The folder appears whole or not at all: everything is written to a temporary sibling, audited, reloaded and compared
-bit for bit, and only then renamed into place.
+The folder appears whole or not at all: everything is written to a temporary sibling, audited, reloaded and
+compared bit for bit, and only then renamed into place.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from draft_jax.config import DraftConfig
-from train.export_check import FP32_PREFIX, WEIGHTS, Check, TargetFacts, check_export
+from train.export_check import FP32_PREFIX, WEIGHTS, Check, check_export
+from train.target_facts import TargetFacts
 
 __all__ = [
     "Check",
@@ -31,11 +32,12 @@ __all__ = [
     "export",
     "main",
     "verify_export",
+    "with_targets_ids",
 ]
 
 README = """# A DSpark draft for {target}
 
-Trained with draft-jax. It holds the draft's own weights only; the embedding and the LM head are the target's.
+Exported by draft-jax. It holds the draft's own weights only; the embedding and the LM head are the target's.
 Serve it with stock SGLang:
 
 ```
@@ -45,15 +47,17 @@ python -m sglang.launch_server --model-path {target} \\
     --speculative-dspark-block-size {block} --speculative-num-draft-tokens {window}
 ```
 
-{block} tokens are proposed a round, so the verify window is {window} (the proposals and the target's own token).
-The target's states after layers {taps} (0-based, of {layers}) feed the draft. Mask token id {mask}.
+{block} tokens are proposed a round; the verify window of {window} has room for the target's own token too.
+The draft reads the target's states after layers {taps} (0-based, of {layers}). Mask token id {mask}.
+
 {confidence}
-The accept length a server reports (`spec_accept_length`) counts the target's own token, as `draft-jax eval` does.
+
+The accept length a server reports (`spec_accept_length`) counts the target's own token, as here.
 """
 CONFIDENCE = """The confidence head is stored in fp32, the precision it is served in; it is used only with
 `SGLANG_RAGGED_VERIFY_MODE=cap-accept` or `compact`."""
-NO_CONFIDENCE = """No confidence head was trained: do not serve this draft with `SGLANG_RAGGED_VERIFY_MODE` set to
-`cap-accept` or `compact`; the switch in config.json does not protect you there."""
+NO_CONFIDENCE = """No confidence head was trained: do not serve this draft with `SGLANG_RAGGED_VERIFY_MODE`
+set to `cap-accept` or `compact`; the switch in config.json does not protect you there."""
 
 
 class ExportError(RuntimeError):
@@ -79,8 +83,8 @@ def export(
 ) -> ExportReport:
     """Writes config.json, model.safetensors and README.md, audits and reloads them, then renames into place.
 
-    Backbone and Markov head are rounded to bf16 (to nearest even); the confidence head stays fp32, which is what
-    its serving module computes in and costs a few kilobytes.
+    Backbone and Markov head are rounded to bf16 (to nearest even); the confidence head stays fp32, which is
+    what its serving module computes in and costs a few kilobytes.
 
     Args:
         params: trained parameters (fp32 master weights).
@@ -122,6 +126,20 @@ def export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return ExportReport(output, checks, size)
+
+
+def with_targets_ids(config: DraftConfig, target: TargetFacts) -> DraftConfig:
+    """Fills in what the checklist takes from the target and the draft's config does not say.
+
+    DeepSpec writes neither special ids nor the target's name. Values that are there stay as they are.
+    """
+    known = {
+        "bos_token_id": target.config.get("bos_token_id"),
+        "eos_token_id": target.config.get("eos_token_id"),
+        "pad_token_id": target.config.get("pad_token_id"),
+        "target_name": target.name,
+    }
+    return replace(config, **{name: value for name, value in known.items() if getattr(config, name) is None})
 
 
 def verify_export(folder: str | Path, target_info: Any = None) -> list[Check]:
@@ -240,7 +258,8 @@ def _refuse_full_disk(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size * 1.01 + 2**16:
         raise ExportError(
-            f"no space left for the export: it needs {size / 2**20:.1f} MiB, {folder} has {free / 2**20:.1f} MiB free"
+            f"no space left for the export: it needs {size / 2**20:.1f} MiB, "
+            f"{folder} has {free / 2**20:.1f} MiB free"
         )
 
 
@@ -248,7 +267,8 @@ def _in_words(error: Exception, output: Path, size: int) -> ExportError:
     code = getattr(error, "errno", None)
     if code == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error):
         return ExportError(
-            f"the disk of {output.parent} is full: the export needs {size / 2**20:.1f} MiB. {output} is as it was"
+            f"the disk of {output.parent} is full: the export needs {size / 2**20:.1f} MiB. "
+            f"{output} is as it was"
         )
     return ExportError(f"writing the export failed, {output} is as it was: {error}")
 
@@ -293,7 +313,8 @@ def _export_command(args: argparse.Namespace) -> int:
     target = args.target or draft.target
     facts = TargetFacts.from_folder(target) if target and (args.target or Path(target).is_dir()) else None
     output = args.output or Path(args.run) / "export"
-    report = export(draft.params, draft.config, output, target_info=facts, force=args.force)
+    config = draft.config if facts is None else with_targets_ids(draft.config, facts)
+    report = export(draft.params, config, output, target_info=facts, force=args.force)
     print("\n".join(map(str, report.checks)))
     print(f"exported {draft.origin} to {report.path} ({report.size / 2**20:.1f} MiB)")
     return 0

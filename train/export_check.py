@@ -1,8 +1,8 @@
 """Does a folder hold a draft that stock SGLang serves? Named checks, one line each (field_survey 3.7).
 
 SGLang's loader is permissive: it skips unknown names and never reports missing backbone tensors, so a wrong
-export serves uninitialised weights. Nothing here trusts it; the file is compared with the set of tensors its own
-config demands, in both directions.
+export serves uninitialised weights. Nothing here trusts it; the file is compared with the set of tensors its
+own config demands, in both directions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,12 +21,14 @@ from draft_jax.config import DraftConfig
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
-#: Keys SGLang's head builders read at the top level while its parser reads the nested block (field_survey 3.3).
+#: Keys SGLang's head builders read at the top level while its parser reads the nested block (field_survey
+#: 3.3).
 DOUBLED_KEYS = (
     "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head",
     "confidence_head_with_markov",
 )  # fmt: skip
-#: `model_type` of targets whose class in SGLang 0.5.23 lacks the capture hook DSpark needs (field_survey 3.6).
+#: `model_type` of targets whose class in SGLang 0.5.23 lacks the capture hook DSpark needs (field_survey
+#: 3.6).
 NO_CAPTURE_HOOK = frozenset({
     "qwen2", "qwen2_moe", "longcat_flash", "minimax_m2", "glm4_moe", "gemma3", "gemma3_text", "exaone_moe",
     "apertus", "bailing_moe",
@@ -50,44 +53,6 @@ class Check:
 
     def __str__(self) -> str:
         return f"{self.status:>4}  {self.name}: {self.detail}"
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """What an export is compared with: the target's sizes and its config.json (text part).
-
-    `target_bridge.target.TargetInfo` has the same attributes and can be passed in its place.
-    """
-
-    name: str
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    max_length: int
-    config: dict[str, Any]
-
-    @classmethod
-    def from_config(cls, name: str, config: Mapping[str, Any]) -> TargetFacts:
-        """From a HF config.json; a nested `text_config` is used when there is one.
-
-        Raises:
-            ValueError: a size is missing.
-        """
-        text = dict(config.get("text_config") or config)
-        keys = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
-        if missing := [key for key in keys if key not in text]:
-            raise ValueError(
-                f"the config of target {name} lacks {', '.join(missing)}: is it a causal language model?"
-            )
-        return cls(name, *(int(text[key]) for key in keys), config=text)
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> TargetFacts:
-        """From a target's folder, without loading the model."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ValueError(f"{folder} is not a target's folder: it has no config.json")
-        return cls.from_config(str(folder), json.loads(path.read_text()))
 
 
 def check_export(folder: str | Path, target_info: Any = None) -> list[Check]:
@@ -210,7 +175,9 @@ def _check_rope(checks: _Checks, raw: Mapping[str, Any]) -> None:
 
 
 def _check_values(checks: _Checks, raw: Mapping[str, Any], config: DraftConfig) -> None:
-    """Values that must make sense together, whatever the target. DraftConfig itself has checked most of them."""
+    """Values that must make sense together, whatever the target. DraftConfig itself has checked most of
+    them.
+    """
     checks.add(
         "markov head", config.markov_rank > 0,
         f"rank {config.markov_rank}, {config.markov_head_type}" if config.markov_rank
@@ -218,7 +185,7 @@ def _check_values(checks: _Checks, raw: Mapping[str, Any], config: DraftConfig) 
         "draft.markov_rank above 0",
     )  # fmt: skip
     ids = list(config.target_layer_ids)
-    taps_ok = ids == sorted(set(ids)) and 0 <= ids[0] and ids[-1] <= config.num_target_layers - 2
+    taps_ok = ids == sorted(set(ids)) and ids[0] >= 0 and ids[-1] <= config.num_target_layers - 2
     checks.add("target_layer_ids", taps_ok, f"{ids} of {config.num_target_layers} layers")
     checks.add(
         "mask_token_id", _is_int(raw.get("mask_token_id")) and 0 <= config.mask_token_id < config.vocab_size,
@@ -267,7 +234,7 @@ def _check_tensors(
     checks.add("tensor dtypes", not bad, "; ".join(bad) or "bf16, confidence head fp32")
     checks.add("format", metadata.get("format") == "pt", f"metadata format {metadata.get('format')!r}")
     spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
-    gaps = any(before[1] != after[0] for before, after in zip(spans, spans[1:], strict=False))
+    gaps = any(before[1] != after[0] for before, after in pairwise(spans))
     sizes = all(_size(entry) == _expected_bytes(entry) for entry in header.values())
     checks.add(
         "contiguous",
@@ -310,8 +277,8 @@ def _check_target(checks: _Checks, raw: Mapping[str, Any], config: DraftConfig, 
     )  # fmt: skip
     checks.add(
         "max_position_embeddings", config.max_position_embeddings >= target.max_length,
-        f"draft {config.max_position_embeddings}, target {target.max_length}: serve with --context-length at most "
-        "the smaller",
+        f"draft {config.max_position_embeddings}, target {target.max_length}: serve with --context-length "
+        "at most the smaller",
         bad="warn",
     )  # fmt: skip
     differing = [
@@ -324,7 +291,8 @@ def _check_target(checks: _Checks, raw: Mapping[str, Any], config: DraftConfig, 
     hooked = kind not in NO_CAPTURE_HOOK
     checks.add(
         "target has a capture hook", hooked,
-        f"model_type {kind!r}" + ("" if hooked else ": SGLang 0.5.23 has no DSpark/DFlash hook for it"), bad="warn",
+        f"model_type {kind!r}" + ("" if hooked else ": SGLang 0.5.23 has no DSpark/DFlash hook for it"),
+        bad="warn",
     )  # fmt: skip
 
 

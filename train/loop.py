@@ -19,7 +19,7 @@ from .metrics import CompileCounter, Meter, Throughput, not_finite, read_back
 from .signals import StopRequest
 from .state import TrainState
 from .step import StepMetrics
-from .tracker import CompositeTracker, open_trackers
+from .tracker import CompositeTracker, last_line, open_trackers
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,15 @@ def run(config: RunConfig, *, target: Any = None) -> RunResult:
     """
     run_dir = Path(config.run_dir)
     start = resume.find_start(config, run_dir)
-    with CompileCounter() as compiles:
-        parts = assembly.assemble(config, target)
-        folder = run_dir / CHECKPOINTS
+    folder = run_dir / CHECKPOINTS
+
+    def check(identity: dict[str, Any]) -> None:
         if start is not None:
-            for line in resume.check_same_run(config, parts.identity, folder, start):
+            for line in resume.check_same_run(config, identity, folder, start):
                 print(f"changed since step {start}: {line}", flush=True)
+
+    with CompileCounter() as compiles:
+        parts = assembly.assemble(config, target, check)
         resume.write_run_files(config, parts.draft, run_dir)
         checkpoints = Checkpoints(folder, config.checkpoint)
         try:
@@ -89,6 +92,16 @@ def run(config: RunConfig, *, target: Any = None) -> RunResult:
             checkpoints.close()
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A step whose metrics are still on the device."""
+
+    step: int
+    metrics: StepMetrics
+    epoch: int
+    throughput: Throughput
+
+
 class Loop:
     """One pass from a start step to the end, a stop or an error."""
 
@@ -108,17 +121,18 @@ class Loop:
         self.feeder = parts.feeder()
         self.position = self.feeder.position  # of the data, behind the last finished optimizer step
         self.accumulator = parts.programs.accumulator
-        self._pending: tuple[int, StepMetrics, Mapping[str, Any]] | None = None
+        self._pending: Pending | None = None
         self._since_log = Meter(config.objective)
         self._since_save = Meter(config.objective)
         self._throughput = Throughput()
+        self._clock = time.perf_counter()
         self._saved_step = start if start else -1
         self._warned: set[str] = set()
         self.logged: dict[str, Any] = {}
 
     def run(self, stop: StopRequest) -> RunResult:
         """Train until the last step, `train.stop_at` or a stop request; then save."""
-        begin = time.perf_counter()
+        begin = self._clock = time.perf_counter()
         total = self.parts.total_steps
         last = min(total, self.config.train.stop_at or total)
         every = self.config.checkpoint.every
@@ -149,7 +163,7 @@ class Loop:
             run_dir=Path(self.config.run_dir),
             steps=self.step,
             total_steps=total,
-            metrics=self.logged,
+            metrics=self.logged or last_line(Path(self.config.run_dir) / resume.METRICS),
             seconds=time.perf_counter() - begin,
             compiles=dict(self.compiles.counts),
             exit_code=0 if self.step >= last else stop.exit_code,
@@ -158,7 +172,7 @@ class Loop:
     def _window(self, stop: StopRequest) -> bool:
         """One optimizer step. Returns False if a stop request came before its last micro-step."""
         programs, state = self.parts.programs, self.state
-        facts: dict[str, Any] = {}
+        spent, epoch = Throughput(), 0
         for _ in range(self.config.train.accumulation):
             if stop.signal is not None:
                 return False
@@ -170,27 +184,29 @@ class Loop:
                 )
                 self.feeder.prefetch()
                 slot.fence(self.accumulator)  # fence B: the slot may be written again
-                self._throughput.draft_seconds += time.perf_counter() - begin
-            self._throughput.capture_seconds += self.feeder.capture_seconds - captured
-            self._throughput.tokens += sum(len(document.input_ids) for document in host.documents)
-            facts = {"epoch": host.epoch}
+                spent.draft_seconds += time.perf_counter() - begin
+            spent.capture_seconds += self.feeder.capture_seconds - captured
+            spent.tokens += sum(len(document.input_ids) for document in host.documents)
+            epoch = host.epoch
         self.state, self.accumulator, metrics = programs.apply(state, self.accumulator)
         self.step += 1
         self.position = self.feeder.position
         self._read_pending()  # of the step before: the device is never waited for to log
-        self._pending = (self.step, metrics, facts)
+        now = time.perf_counter()
+        spent.seconds, self._clock = now - self._clock, now
+        self._pending = Pending(self.step, metrics, epoch, spent)
         return True
 
     def _read_pending(self) -> None:
         if self._pending is None:
             return
-        step, metrics, facts = self._pending
-        self._pending = None
-        sums, values = read_back(step, metrics)
+        pending, self._pending = self._pending, None
+        sums, values = read_back(pending.step, pending.metrics)
         for meter in (self._since_log, self._since_save):
             meter.add(sums, values)
-        if step % self.config.logging.every == 0 or step == self.parts.total_steps:
-            self._log(step, facts)
+        self._throughput.add(pending.throughput)
+        if pending.step % self.config.logging.every == 0 or pending.step == self.parts.total_steps:
+            self._log(pending.step, {"epoch": pending.epoch})
 
     def _log(self, step: int, facts: Mapping[str, Any]) -> None:
         metrics: dict[str, Any] = {
@@ -210,7 +226,7 @@ class Loop:
         self.tracker.log(step, metrics)
         self.logged = {"step": step, **metrics}
         self._since_log.reset()
-        self._throughput.reset()
+        self._throughput = Throughput()
 
     def _save(self) -> None:
         self._read_pending()  # a step that is not finite raises here, before it could be saved

@@ -1,9 +1,9 @@
 """From device scalars to logged numbers: sums over steps, throughput, compile counts, the guard against NaN."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self
 
@@ -109,25 +109,33 @@ def _show(value: Any) -> str:
     return str(float(flat[0])) if flat.size == 1 else str(flat.tolist())
 
 
+@dataclass
 class Throughput:
-    """Tokens, and where the wall time goes, since the last reading."""
+    """Tokens, and where the wall time went, over optimizer steps. Padding is not counted.
 
-    def __init__(self) -> None:
-        self.reset()
+    Attributes:
+        tokens: of the documents of the steps.
+        seconds: wall time of the steps.
+        capture_seconds: of it, in the target and the staging.
+        draft_seconds: of it, waiting for the draft's programs.
+    """
 
-    def reset(self) -> None:
-        """Start a new reading."""
-        self._start = time.perf_counter()
-        self.tokens = 0
-        self.capture_seconds = 0.0
-        self.draft_seconds = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    capture_seconds: float = 0.0
+    draft_seconds: float = 0.0
+
+    def add(self, other: "Throughput") -> None:
+        """Add another reading to this one."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
     def result(self, steps: int) -> dict[str, float]:
-        """Tokens per second (padding not counted), seconds per optimizer step, and the shares of target and draft."""
-        seconds = max(time.perf_counter() - self._start, 1e-9)
+        """Tokens per second, seconds per optimizer step, and the shares of target and draft."""
+        seconds = max(self.seconds, 1e-9)
         return {
             "tokens_per_second": self.tokens / seconds,
-            "seconds_per_step": seconds / max(steps, 1),
+            "seconds_per_step": self.seconds / max(steps, 1),
             "capture_share": self.capture_seconds / seconds,
             "draft_share": self.draft_seconds / seconds,
         }

@@ -1,7 +1,7 @@
 """A report a person can open: one self-contained HTML file, and tables for the terminal.
 
-Pure functions of a plain dictionary, so the quickstart, `draft-jax eval` and any notebook can use them. The file
-needs no network: the drawings are inline SVG, the style is in the page.
+Pure functions of a plain dictionary, so the quickstart, `draft-jax eval` and any notebook can use them. The
+file needs no network: the drawings are inline SVG, the style is in the page.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ KIND_WORDS = {
     "target": "the target's own token (correction or bonus)",
     "first": "first token, from the prefill",
 }
+#: A line of a chart: its name, x and y.
+Series = tuple[str, Sequence[float], Sequence[float]]
 SERIES_COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626")
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1f2937;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color:
+#1f2937;
        background: #fff; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-table { border-collapse: collapse; margin: .5rem 0; } th, td { padding: .2rem .7rem; border-bottom: 1px solid #e5e7eb; }
-th { text-align: left; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin: .5rem 0; } th, td { padding: .2rem .7rem; border-bottom: 1px solid
+#e5e7eb; } th { text-align: left; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .error { background: #fee2e2; border-left: 4px solid #dc2626; padding: .5rem 1rem; }
-.sample { white-space: pre-wrap; border: 1px solid #e5e7eb; border-radius: 6px; padding: .6rem; margin: .4rem 0; }
-.prompt { color: #6b7280; white-space: pre-wrap; }
+.sample { white-space: pre-wrap; border: 1px solid #e5e7eb; border-radius: 6px; padding: .6rem; margin: .4rem
+0; } .prompt { color: #6b7280; white-space: pre-wrap; }
 pre { background: #f3f4f6; padding: .7rem; overflow-x: auto; }
 svg { max-width: 100%; height: auto; }
 """
@@ -89,8 +92,8 @@ def render_report(data: Mapping[str, Any]) -> str:
             title: str.
             notes: list of sentences shown first.
             headline: list of (label, value).
-            training: rows as in metrics.jsonl: dicts with `step`, `loss`, `tau_probabilistic`, ... (other keys and
-                rows without a step are ignored).
+            training: rows as in metrics.jsonl: dicts with `step`, `loss`, `tau_probabilistic`, ... (other
+                keys and rows without a step are ignored).
             evaluations: list of {"name": str, "result": EvalResult.to_json()}, e.g. untrained and trained.
             samples: list of {"prompt": str, "pieces": [{"text", "kind"}]} (`SampleResult.pieces`).
             config: text, or anything JSON can hold.
@@ -127,7 +130,7 @@ def _training_section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             (row["step"], row[name]) for row in rows if _finite(row.get("step")) and _finite(row.get(name))
         ]
         if points:
-            charts.append(line_chart(label, "optimizer step", [(name, *zip(*points))]))
+            charts.append(line_chart(label, "optimizer step", [_series(name, points)]))
     return ["<h2>Training</h2>", *charts] if charts else []
 
 
@@ -164,7 +167,7 @@ def _evaluation_section(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         for name, result in zip(names, results):
             points = [(slot, value) for slot, value in enumerate(result.get(key) or ()) if _finite(value)]
             if points:
-                series.append((name, *zip(*points)))
+                series.append(_series(name, points))
         if series:
             out.append(line_chart(label, "slot k", series, limits=(0.0, 1.0), markers=True))
             slots = max(len(result.get(key) or ()) for result in results)
@@ -191,15 +194,20 @@ def _sample_section(samples: Sequence[Mapping[str, Any]]) -> list[str]:
             for piece in sample["pieces"]
         )
         out.append(
-            f'<div class="sample"><div class="prompt">{html.escape(str(sample["prompt"]))}</div>{pieces}</div>'
+            f'<div class="sample"><div class="prompt">{html.escape(str(sample["prompt"]))}</div>'
+            f"{pieces}</div>"
         )
     return out
+
+
+def _series(name: str, points: Sequence[tuple[float, float]]) -> Series:
+    return name, [x for x, _ in points], [y for _, y in points]
 
 
 def line_chart(
     title: str,
     x_label: str,
-    series: Sequence[tuple[str, Sequence[float], Sequence[float]]],
+    series: Sequence[Series],
     *,
     limits: tuple[float, float] | None = None,
     markers: bool = False,
@@ -207,6 +215,7 @@ def line_chart(
     """One line chart as inline SVG text; `series` is (name, x, y) per line."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     # Text stays text (searchable, in the reader's font); a fixed salt makes equal data give equal bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "draft-jax"}):
@@ -223,7 +232,7 @@ def line_chart(
         if limits:
             axes.set_ylim(*limits)
         if markers:
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(series) > 1:
             axes.legend()
         text = io.StringIO()

@@ -70,6 +70,14 @@ class JsonlTracker(_Owned):
         self._file.close()
 
 
+def last_line(path: Path) -> dict[str, Any]:
+    """The last complete line of a metrics file; empty if there is none."""
+    for line in reversed(path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
+        if _step_of(line) < math.inf:
+            return json.loads(line)
+    return {}
+
+
 def _cut(path: Path, last_step: int) -> int:
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if _step_of(line) <= last_step]

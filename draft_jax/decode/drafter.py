@@ -144,7 +144,7 @@ class Drafter:
             ValueError: negative temperature, a token outside the vocabulary, or a wrong number of uniforms.
         """
         tokens = np.asarray(anchor_token, np.int64).reshape(-1)
-        numbers = np.asarray(uniforms, np.float32)
+        numbers = np.array(uniforms, np.float32)  # a copy: the call is asynchronous
         numbers = numbers[None] if numbers.ndim == 1 else numbers
         if temperature < 0:
             raise ValueError(f"temperature {temperature} is negative")

@@ -26,7 +26,7 @@ class ContextCache:
 
     k: Float[Array, "layers B S G C"]
     v: Float[Array, "layers B S G C"]
-    length: Int[Array, B]
+    length: Int[Array, " B"]
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +68,7 @@ def extend(
     config: DraftConfig,
     cache: ContextCache,
     context_hidden: Float[Array, "B T MD"],
-    count: Int[Array, B],
+    count: Int[Array, " B"],
     dtype: DTypeLike,
 ) -> ContextCache:
     """Appends the first `count` of `T` tokens to each row, at positions `length .. length + count - 1`.
@@ -106,7 +106,7 @@ def propose(
     config: DraftConfig,
     frozen: FrozenHead,
     cache: ContextCache,
-    anchor_token: Int[Array, B],
+    anchor_token: Int[Array, " B"],
     uniforms: Float[Array, "B K"],
     temperature: Float[Array, ""],
     dtype: DTypeLike,

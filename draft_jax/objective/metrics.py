@@ -79,7 +79,7 @@ def acceptance_sums(accept: Float[Array, "B N K"], valid: Bool[Array, "B N K"]) 
 
 def bce_with_logits(logits: Float[Array, "*rows"], target: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
     """Binary cross entropy `-a log s(x) - (1-a) log s(-x)`, finite for every finite logit."""
-    return jnp.maximum(logits, 0.0) - logits * target + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+    return target * jax.nn.softplus(-logits) + (1.0 - target) * jax.nn.softplus(logits)
 
 
 def confidence_sums(

@@ -1,4 +1,4 @@
-"""Non-finite target states: zeroed, masked, counted where they matter, and harmless for loss and gradients."""
+"""Non-finite target states: zeroed, masked, counted where they matter, harmless for loss and gradients."""
 
 import dataclasses
 import functools
@@ -71,8 +71,13 @@ def test_switched_off_it_only_counts():
     np.testing.assert_array_equal(nonfinite_rows(batch), [0, 1])
 
 
-@functools.partial(jax.jit, static_argnames=("implementation",))
 def gradients(batch, implementation="chunked"):
+    """((numerator, sums), gradients) with all candidates as anchors."""
+    return _gradients(batch, implementation)
+
+
+@functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+def _gradients(batch, implementation):
     function = functools.partial(
         training_loss_sums,
         config=CONFIG,
@@ -102,8 +107,8 @@ def test_a_bad_last_state_only_costs_its_own_supervision():
     batch, position = clean_batch(), 6
     (_, before), _ = gradients(batch)
     (_, after), _ = gradients(poisoned(batch, "last_hidden", 0, position))
-    # Row 0 has anchors 0..10 with 4 slots (3, 2, 1 at the end). Anchors 3..6 lose the slots from t = 6 on, anchor 6 is
-    # no candidate any more: 1 + 2 + 3 + 4 slots.
+    # Row 0 has anchors 0..10 with 4 slots (3, 2, 1 at the end). Anchors 3..6 lose the slots from t = 6 on,
+    # and anchor 6 is no candidate any more: 1 + 2 + 3 + 4 slots.
     assert float(before["supervised_tokens"] - after["supervised_tokens"]) == 10
     assert float(before["sampled_anchors"] - after["sampled_anchors"]) == 1
     assert float(before["valid_anchors"] - after["valid_anchors"]) == 1

@@ -1,4 +1,4 @@
-"""The vocabulary terms: chunked against plain autodiff, against fp64 finite differences, and in hostile company."""
+"""The vocabulary terms: chunked against plain autodiff, fp64 finite differences, and hostile inputs."""
 
 import functools
 
@@ -73,7 +73,7 @@ def test_every_chunk_size_equals_plain_autodiff(chunk_rows):
 @pytest.mark.parametrize("targets", ["one each", "repeated", "one for all"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_target_rows_are_shared_by_position(targets, shards):
-    """Whether each row has a target position of its own, or many share one, the result is that of per-row logits."""
+    """However many rows share a target position, the result is that of target logits made per row."""
     inputs = term_inputs(seed=1, targets=targets)
     assert_close(
         value_and_gradients(inputs=inputs, shards=shards, **CHUNKED),
@@ -114,7 +114,7 @@ def fp64_numerator(hidden, z, w2, lm_head, last_hidden, index, labels, weights, 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_gradient_against_fp64_finite_differences(which):
-    """Central differences of an independent fp64 loss along random directions: a wrong formula cannot agree."""
+    """Central differences of an independent fp64 loss, in random directions: a wrong formula cannot agree."""
     inputs = term_inputs(seed=4)
     _, gradients = value_and_gradients(inputs=inputs, **CHUNKED)
     exact = [np.asarray(x, np.float64) for x in inputs[:8]]
@@ -154,7 +154,9 @@ def test_the_cotangent_scales_the_gradient():
 def test_rows_that_do_not_count_may_hold_anything(terms):
     """Invalid rows are sorted away, not multiplied by 0: NaN in them reaches neither values nor gradients."""
     inputs = list(term_inputs(seed=7))
+    inputs[8] = inputs[8].at[0, 0].set(False)  # the row that fills up the last chunk
     valid = np.asarray(inputs[8])
+    assert valid.sum() % CHUNKED["chunk_rows"]
     clean = value_and_gradients(inputs=inputs, **terms)
     inputs[0] = jnp.where(valid[..., None], inputs[0], jnp.nan)
     inputs[1] = jnp.where(valid[..., None], inputs[1], jnp.nan)
@@ -234,7 +236,7 @@ def test_half_given_markov_head_and_uneven_shards_are_refused():
 
 
 def test_bf16_rounding_spares_the_label():
-    """A row that is nearly sure of its label: rounding p before subtracting 1 would lose a fifth of the gradient."""
+    """A row nearly sure of its label: rounding p before subtracting 1 would spoil the gradient."""
     rng = np.random.default_rng(9)
     head = rng.normal(size=(VOCAB, 16))
     hidden = 0.5 * head[:1] + 0.02 * rng.normal(size=(1, 16))

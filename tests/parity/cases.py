@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from .torch_dspark import ReferenceDSpark, ReferenceRow, ReferenceSpec
+from .torch_dspark import ReferenceDSpark
 from .torch_objective import ReferenceObjective, ReferenceSums, row_sums
+from .torch_spec import ReferenceRow, ReferenceSpec
 
 #: head kind of a case -> (markov kind or None, confidence head, confidence sees the Markov embedding)
 HEADS = {
@@ -254,7 +255,8 @@ def batch_arrays(spec: ReferenceSpec, seed: int) -> tuple[dict[str, np.ndarray],
     start[1, 9:] = 9
     mask = np.zeros((3, LENGTH), np.int32)
     mask[0, 4:10] = mask[0, 12:15] = 1
-    mask[1, 3:9] = mask[1, 11:20] = 1
+    # The second document is supervised from its first token on: only the border itself ends a block there.
+    mask[1, 3:20] = 1
     states = rng.normal(size=(3, LENGTH, spec.num_taps * spec.hidden_size))
     arrays = {
         "input_ids": rng.integers(0, spec.vocab_size - 1, (3, LENGTH)).astype(np.int32),

@@ -9,7 +9,7 @@ import torch
 
 from draft_jax import decode
 
-from .torch_dspark import ReferenceRow
+from .torch_spec import ReferenceRow
 
 HEADS = ["vanilla", "gated", "rnn", "none"]
 #: Two requests with context of different length, fed in pieces, as rounds of a decode feed them.

@@ -22,7 +22,8 @@ def reference(folder):
     """Spec read by hand from config.json; weights by safetensors, all names required, none left over."""
     from safetensors.torch import load_file
 
-    from .torch_dspark import ReferenceDSpark, ReferenceSpec
+    from .torch_dspark import ReferenceDSpark
+    from .torch_spec import ReferenceSpec
 
     spec = ReferenceSpec.from_deepspec(json.loads((folder / "config.json").read_text()))
     model = ReferenceDSpark(spec)

@@ -79,7 +79,7 @@ def test_states_that_are_not_finite(make_case, gradients_of):
     ids=["ce", "l1", "confidence_detached"],
 )
 def test_gradients_of_one_term(make_case, gradients_of, options):
-    """One term at a time (the attached confidence is the rest of the whole); the chunk does not divide the rows."""
+    """One term at a time (attached confidence is the rest); chunks do not divide the rows."""
     case = make_case()
     objective = ReferenceObjective(**options)
     expected = gradients_of(case, case.sums(objective).numerator(objective))

@@ -7,15 +7,9 @@ import math
 import pytest
 import torch
 
-from .torch_dspark import (
-    ReferenceDSpark,
-    ReferenceRow,
-    ReferenceSpec,
-    inverse_frequencies,
-    rotate,
-    visibility,
-)
+from .torch_dspark import ReferenceDSpark, inverse_frequencies, rotate, visibility
 from .torch_objective import ReferenceObjective, candidates, label_block, loss_of_window, metrics, row_sums
+from .torch_spec import ReferenceRow, ReferenceSpec
 from .torch_trainer import ReferenceOptimizer, learning_rate, train
 
 SPEC = ReferenceSpec(

@@ -10,82 +10,14 @@ dim, R Markov rank, S context tokens that survive ``context_valid``.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-
-@dataclass(frozen=True)
-class ReferenceSpec:
-    """Sizes of a draft, in this reference's own words.
-
-    Attributes:
-        markov_kind: "vanilla", "gated", "rnn", or None for a draft without a Markov head.
-        rope_scaling: None, or the config's own dict of rope type "linear" (factor) or "llama3" (factor,
-            low_freq_factor, high_freq_factor, original_max_position_embeddings).
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    num_taps: int
-    block_size: int
-    mask_token_id: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
-    rope_scaling: Mapping | None = None
-    markov_rank: int = 0
-    markov_kind: str | None = None
-    confidence: bool = True
-    confidence_with_markov: bool = False
-
-    @classmethod
-    def from_deepspec(cls, config: Mapping) -> "ReferenceSpec":
-        """Read a DeepSpec ``config.json`` (flat keys, dspark_spec 3.3)."""
-        rope = config["rope_parameters"]
-        rank = config["markov_rank"]
-        return cls(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            vocab_size=config["vocab_size"],
-            num_taps=len(config["target_layer_ids"]),
-            block_size=config["block_size"],
-            mask_token_id=config["mask_token_id"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=rope["rope_theta"],
-            rope_scaling=None if rope["rope_type"] == "default" else rope,
-            markov_rank=rank,
-            markov_kind=config["markov_head_type"] if rank else None,
-            confidence=config["enable_confidence_head"],
-            confidence_with_markov=config.get("confidence_head_with_markov", False),
-        )
-
-
-@dataclass(frozen=True)
-class ReferenceRow:
-    """One row: ids int64 ``[L]``, tapped states ``[L, M*D]``, last states after the final norm ``[L, D]``."""
-
-    input_ids: Tensor
-    loss_mask: Tensor
-    positions: Tensor
-    document_start: Tensor
-    context_hidden: Tensor
-    last_hidden: Tensor
-
-    @property
-    def length(self) -> int:
-        return self.input_ids.shape[0]
+from .torch_heads import ConfidenceHead, MarkovHead
+from .torch_spec import ReferenceRow, ReferenceSpec
 
 
 class RMSNorm(nn.Module):
@@ -228,56 +160,6 @@ class Layer(nn.Module):
     def forward(self, h: Tensor, context: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         h = h + self.self_attn(self.input_layernorm(h), context, positions, seen)
         return h + self.mlp(self.post_attention_layernorm(h))
-
-
-class MarkovHead(nn.Module):
-    """Logit bias of a slot from the token before it and, if gated or rnn, its state (dspark_spec 1.4)."""
-
-    def __init__(self, spec: ReferenceSpec):
-        super().__init__()
-        rank, hidden = spec.markov_rank, spec.hidden_size
-        self.kind, self.rank = spec.markov_kind, rank
-        self.markov_w1 = nn.Embedding(spec.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, spec.vocab_size, bias=False)
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(hidden + rank, rank)
-        elif self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
-        elif self.kind != "vanilla":
-            raise ValueError(f"the reference knows no Markov head {self.kind!r}")
-
-    def initial_state(self) -> Tensor:
-        return torch.zeros(self.rank, dtype=self.markov_w2.weight.dtype)
-
-    def step(self, state: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """One slot: state ``[R]``, hidden ``[D]``, previous token -> (next state ``[R]``, bias ``[V]``)."""
-        embedded = self.markov_w1(previous)
-        if self.kind == "vanilla":
-            return state, self.markov_w2(embedded)
-        if self.kind == "gated":
-            gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded])))
-            return state, self.markov_w2(gate * embedded)
-        keep, candidate, out = self.joint_proj(torch.cat([state, embedded, hidden])).split(self.rank)
-        keep = torch.sigmoid(keep)
-        # `out` was made from the state before this slot; the new state serves the next slot only.
-        return keep * state + (1 - keep) * torch.tanh(candidate), self.markov_w2(torch.tanh(out))
-
-    def block(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Biases of one block: hidden ``[K, D]``, previous ``[K]`` -> ``[K, V]``."""
-        state, biases = self.initial_state(), []
-        for slot in range(hidden.shape[0]):
-            state, bias = self.step(state, hidden[slot], previous[slot])
-            biases.append(bias)
-        return torch.stack(biases)
-
-
-class ConfidenceHead(nn.Module):
-    """Logit of the slot's conditional acceptance from ``[h ; W1[prev]]`` or ``h`` (dspark_spec 1.5)."""
-
-    def __init__(self, spec: ReferenceSpec):
-        super().__init__()
-        width = spec.hidden_size + (spec.markov_rank if spec.confidence_with_markov else 0)
-        self.proj = nn.Linear(width, 1)
 
 
 class ReferenceDSpark(nn.Module):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from .torch_dspark import ReferenceDSpark, ReferenceRow, linear_logits
+from .torch_dspark import ReferenceDSpark, linear_logits
+from .torch_spec import ReferenceRow
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_what_is_in_a_checkpoint(checkpoints, tiny_draft):
     checkpoints.save(state_of(tiny_draft), saved_at(3), {})
     checkpoints.wait()
     folder = checkpoints.folder / "3"
-    assert {"params", "optimizer", "run"} <= {entry.name for entry in folder.iterdir()}
+    assert {"params", "optimizer"} <= {entry.name for entry in folder.iterdir()}
     from orbax.checkpoint import v1 as ocp
 
     metadata = ocp.checkpointables_metadata(folder).metadata

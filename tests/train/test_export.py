@@ -19,7 +19,7 @@ from safetensors import safe_open
 from draft_jax import weights
 from draft_jax.models.dspark import abstract_params
 from draft_jax.weights import load_folder
-from train.export import ExportError, TargetFacts, check_export, export, main, verify_export
+from train.export import ExportError, TargetFacts, check_export, export, main, verify_export, with_targets_ids
 from train.export_check import read_header
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,14 +85,20 @@ def test_every_check_passes_and_is_named_once(exported):
 
 
 def test_folder_holds_these_files_and_no_more(exported):
-    assert sorted(path.name for path in exported.path.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in exported.path.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
     assert [path.name for path in exported.path.parent.iterdir()] == ["draft"]
     assert (exported.path / "model.safetensors").stat().st_mode & 0o777 == 0o644
     assert exported.path.stat().st_mode & 0o777 == 0o755
 
 
 def test_tensor_bits_against_the_parameters(exported, params):
-    """Written out by hand for one tensor of each kind: a transposed kernel, an embedding, a norm, the fp32 head."""
+    """Written out by hand for one tensor of each kind: a transposed kernel, an embedding, a norm, the fp32
+    head.
+    """
     bf16 = lambda array: np.asarray(array).astype(ml_dtypes.bfloat16)  # noqa: E731
     with safe_open(exported.path / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt"}
@@ -155,7 +161,8 @@ def test_exporting_an_export_changes_no_bit(exported, tmp_path):
 def test_readme_has_the_flags(exported):
     text = (exported.path / "README.md").read_text()
     for flag in ("--speculative-algorithm DSPARK", "--speculative-dspark-block-size 4",
-                 "--speculative-num-draft-tokens 5", "--model-path some/target", "layers 0, 2, 4"):  # fmt: skip
+                 "--speculative-num-draft-tokens 5", "--model-path some/target",
+                 "layers 0, 2, 4"):  # fmt: skip
         assert flag in text
 
 
@@ -199,14 +206,17 @@ def test_a_wrong_config_fails_its_check(copy, change, check):
         (lambda t: t.update({"extra.weight": t["norm.weight"]}), "tensors", "unknown extra.weight"),
         (lambda t: t.update({"fc.weight": np.ascontiguousarray(t["fc.weight"].T)}), "fc.weight", "[48, 16]"),
         (lambda t: t.update({"lm_head.weight": t["norm.weight"]}), "no embedding or head", "lm_head.weight"),
-        (lambda t: t.update({"model.norm.weight": t.pop("norm.weight")}), "tensors", "unknown model.norm.weight"),
-        (lambda t: t.update({"norm.weight": t["norm.weight"].astype(np.float16)}), "tensor dtypes", "norm.weight is F16"),
+        (lambda t: t.update({"model.norm.weight": t.pop("norm.weight")}), "tensors", "unknown model.norm"),
+        (lambda t: t.update({"norm.weight": t["norm.weight"].astype("f2")}), "tensor dtypes", "is F16"),
         (lambda t: t["norm.weight"].__setitem__(3, np.nan), "finite", "norm.weight"),
     ],
 )  # fmt: skip
 def test_wrong_tensors_fail_their_check(copy, spoil, check, detail):
     folder = copy(lambda raw: None)
-    tensors = {name: np.array(tensor) for name, tensor in safetensors.numpy.load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name: np.array(tensor)
+        for name, tensor in safetensors.numpy.load_file(folder / "model.safetensors").items()
+    }
     spoil(tensors)
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     found = {item.name: item for item in check_export(folder)}
@@ -271,7 +281,9 @@ def left_behind(folder):
 
 
 def test_a_draft_without_markov_head_cannot_be_served_and_is_refused(config, tmp_path):
-    bare = dataclasses.replace(config, markov_rank=0, markov_head_type="vanilla", confidence_head_with_markov=False)
+    bare = dataclasses.replace(
+        config, markov_rank=0, markov_head_type="vanilla", confidence_head_with_markov=False
+    )
     with pytest.raises(ExportError, match="markov_rank is 0"):
         export(random_params(bare), bare, tmp_path / "draft")
     assert left_behind(tmp_path) == []
@@ -325,7 +337,11 @@ def test_a_reload_that_differs_in_one_bit_is_refused(config, params, tmp_path, m
     def flipped(folder):
         loaded_config, loaded, report = load_folder(folder)
         scale = loaded["norm"]["scale"]
-        return loaded_config, {**loaded, "norm": {"scale": scale.at[0].set(jnp.nextafter(scale[0], 9.0))}}, report
+        return (
+            loaded_config,
+            {**loaded, "norm": {"scale": scale.at[0].set(jnp.nextafter(scale[0], 9.0))}},
+            report,
+        )
 
     def renamed(folder):
         loaded_config, loaded, report = load_folder(folder)
@@ -397,6 +413,13 @@ def test_command_exports_a_folder_and_checks_it(exported, tmp_path, capsys):
     (output / "config.json").write_text("{}")
     assert main(["--check", str(output)]) == 1
     assert "FAIL  model_type" in capsys.readouterr().out
+
+
+def test_special_ids_a_draft_does_not_say_come_from_the_target(config, facts):
+    bare = dataclasses.replace(config, bos_token_id=None, eos_token_id=None, target_name=None)
+    filled = with_targets_ids(bare, facts)
+    assert (filled.bos_token_id, filled.eos_token_id, filled.target_name) == (1, (2, 3), "some/target")
+    assert with_targets_ids(config, dataclasses.replace(facts, config={"bos_token_id": 9})) == config
 
 
 def test_command_refuses_what_is_no_draft(tmp_path):

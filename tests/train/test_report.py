@@ -7,10 +7,10 @@ import pytest
 from train.report import render_report, terminal_table, write_report
 
 RESULT = {
-    "accept_length": 1.5, "accept_length_sample_mean": 1.4, "rounds": 10, "proposal_length": 7.0, "tokens": 15,
-    "prompts": 2, "tokens_per_second_draft": 3.0, "tokens_per_second_plain": 2.0, "speedup": 1.5,
-    "draft_share": 0.25, "identical_to_plain": 2, "survival": [0.4, 0.1, None], "conditional": [0.4, 0.25, None],
-    "error": None,
+    "accept_length": 1.5, "accept_length_sample_mean": 1.4, "rounds": 10, "proposal_length": 7.0,
+    "tokens": 15, "prompts": 2, "tokens_per_second_draft": 3.0, "tokens_per_second_plain": 2.0,
+    "speedup": 1.5, "draft_share": 0.25, "identical_to_plain": 2, "survival": [0.4, 0.1, None],
+    "conditional": [0.4, 0.25, None], "error": None,
 }  # fmt: skip
 
 
@@ -27,11 +27,12 @@ def page():
             {"event": "saved"},
         ],
         "evaluations": [
-            {"name": "untrained", "result": {**RESULT, "accept_length": None, "error": "no draft token proposed"}},
+            {"name": "untrained", "result": RESULT | {"accept_length": None, "error": "no draft proposed"}},
             {"name": "trained", "result": RESULT},
         ],
         "samples": [{"prompt": "1 < 2 & 3?", "pieces": [
-            {"text": "<b>", "kind": "first"}, {"text": "yes", "kind": "draft"}, {"text": ".", "kind": "target"},
+            {"text": "<b>", "kind": "first"}, {"text": "yes", "kind": "draft"},
+            {"text": ".", "kind": "target"},
         ]}],
         "config": {"draft": {"layers": 3}},
     })  # fmt: skip
@@ -40,7 +41,7 @@ def page():
 def test_report_needs_nothing_from_outside(page):
     references = re.findall(r"""(?:src|href)\s*=\s*["']([^"']+)["']|url\(([^)]+)\)|@import""", page)
     assert all((a or b).lstrip("\"'").startswith("#") for a, b in references), references
-    assert "<script" not in page and "<img" not in page and "<link" not in page
+    assert not re.search(r"<(script|img|link|iframe)", page)
 
 
 def test_report_shows_every_section(page):
@@ -57,7 +58,7 @@ def test_report_escapes_what_others_wrote(page):
 
 def test_an_evaluation_in_error_is_loud_and_has_no_number(page):
     assert 'class="error"' in page
-    assert "untrained: no draft token proposed" in page
+    assert "untrained: no draft proposed" in page
     accept_row = re.search(r"accept length \(bonus included, per round\)</td>(.*?)</tr>", page).group(1)
     assert re.findall(r">([^<>]+)</td>", accept_row) == ["-", "1.500"]
 
@@ -71,7 +72,7 @@ def test_equal_data_gives_equal_bytes(page, tmp_path):
 
 def test_empty_report_and_unknown_section():
     assert "<h1>only a title</h1>" in render_report({"title": "only a title"})
-    with pytest.raises(ValueError, match="unknown report section.*trainig"):
+    with pytest.raises(ValueError, match=r"unknown report section.*trainig"):
         render_report({"trainig": []})
 
 

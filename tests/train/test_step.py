@@ -25,6 +25,7 @@ from train.step import StepOptions, compile_programs, make_accumulate
 LENGTH = 24
 OBJECTIVE = ObjectiveConfig(num_anchors=6, chunk_rows=16)
 MESH = make_mesh(jax.devices()[:1])
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def rows_of(draft, documents: list[list[int]], seed: int = 0, length: int = LENGTH, taught: float = 2 / 3) -> dict:
@@ -64,15 +65,6 @@ def head_of(draft) -> FrozenHead:
     shape = (draft.vocab_size, draft.hidden_size)
     arrays = FrozenHead(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2)))
     return jax.device_put(arrays, replicated(MESH))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These programs run for microseconds; optimising them takes most of the tests' time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +119,16 @@ def accumulate(programs, draft, state, *batches):
     return accumulator
 
 
+@functools.cache
+def plain_accumulate(draft, objective):
+    return jax.jit(make_accumulate(options_of(draft, objective)))
+
+
 def sums_and_gradients(draft, *fields: dict, objective=OBJECTIVE):
     """The micro-steps of the given rows alone, without an optimizer step."""
-    programs = jax.jit(make_accumulate(options_of(draft, objective)))
     state, accumulator = _initial(draft), zero_accumulator(_initial(draft).params, zero_sums(draft.block_size))
     for rows in fields:
-        accumulator = programs(state.params, head_of(draft), batch_of(rows), state.key, state.step, accumulator)
+        accumulator = plain_accumulate(draft, objective)(state.params, head_of(draft), batch_of(rows), state.key, state.step, accumulator)
     return accumulator
 
 
@@ -371,8 +367,10 @@ for count, fsdp in ((1, 1), (8, 1), (8, 4)):
         moments = state.opt_state[1].mu["fc"]["kernel"]
         assert moments.addressable_shards[0].data.size * 4 == moments.size, "moments are not split"
     results.append(jax.tree.map(np.asarray, (state.params, metrics)))
-for other in results[1:]:
-    module.assert_close(other, results[0], rtol=5e-5, atol=5e-6)
+for params, metrics in results[1:]:
+    module.assert_close(metrics, results[0][1], rtol=1e-4, atol=1e-5)
+    # Adam divides a gradient near 0 by its own size, rounding included: a hundredth of one update (1e-2) is allowed.
+    module.assert_close(params, results[0][0], rtol=1e-4, atol=1e-4)
 print("equal")
 """
 

@@ -16,7 +16,8 @@ class Round:
     """One draft-and-verify round, counted only as far as its tokens were kept.
 
     Attributes:
-        tokens: ids committed by the round: the accepted drafts kept, then the target's own token if there is one.
+        tokens: ids committed by the round: the accepted drafts kept, then the target's own token if there is
+            one.
         proposed: proposals that count: those whose fate could still be seen.
         accepted: accepted proposals that were kept.
         finish: why the sample ended with this round, or None.
@@ -42,10 +43,10 @@ def settle_round(
 ) -> Round:
     """Cuts a verified round at the first stop token and at the token budget (dspark_spec 5.1, rules 7 and 8).
 
-    A stop token among the accepted drafts ends the round there, inclusive, without the target's own token; the
-    proposals after it count as not proposed, since nothing says whether they would have been accepted. Tokens
-    past `remaining` are not kept and count neither as accepted nor as proposed (DeepSpec counts them: dspark_spec
-    8.2, defect 6).
+    A stop token among the accepted drafts ends the round there, inclusive, without the target's own token;
+    the proposals after it count as not proposed, since nothing says whether they would have been accepted.
+    Tokens past `remaining` are not kept and count neither as accepted nor as proposed (DeepSpec counts them:
+    dspark_spec 8.2, defect 6).
 
     Args:
         draft_tokens: the proposed ids, in order.
@@ -86,12 +87,13 @@ class AcceptStatistics:
         committed: tokens those rounds committed.
         proposed: proposals that counted.
         accepted: proposals accepted and kept.
-        accept_length: committed / rounds; the target's own token of a round is included, and the mean is weighted
-            by rounds over the whole data set, not per sample.
+        accept_length: committed / rounds; the target's own token of a round is included, and the mean is
+            weighted by rounds over the whole data set, not per sample.
         proposal_length: proposed / rounds.
         verify_rate: committed / (proposed + rounds), the share of verified positions that became output.
         survival: [K]; of the rounds that proposed slot k, the share that accepted slots 0..k.
-        conditional: [K]; of the rounds that proposed slot k and accepted all before it, the share that accepted it.
+        conditional: [K]; of the rounds that proposed slot k and accepted all before it, the share that
+            accepted it.
         slot_rounds: [K]; rounds that proposed slot k: the denominators of `survival`.
     """
 

@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from train.evaluate.result import EvalResult
     from train.evaluate.tasks import Prompt
 
-#: Command-line option -> field of EvalConfig.
-_FIELDS = {
-    "prompts": "prompts", "limit": "limit", "max_new_tokens": "max_new_tokens", "temperature": "temperature",
-    "confidence_threshold": "confidence_threshold", "seed": "seed", "dtype": "dtype", "max_context": "max_context",
-    "template": "template",
-}  # fmt: skip
+#: Fields of EvalConfig that are options of the same name.
+_FIELDS = (
+    "prompts", "limit", "max_new_tokens", "temperature", "confidence_threshold", "seed", "dtype",
+    "max_context", "template",
+)  # fmt: skip
 #: Above this, the gap between the two best plain logits is no tie that rounding in float32 could break.
 TIE = 1e-3
 #: Outputs shown in the HTML report.
@@ -39,21 +38,40 @@ def parser() -> argparse.ArgumentParser:
         description="Accept length and speed of a draft, by exact rejection sampling against its target.",
     )
     add = made.add_argument
-    add("--draft", required=True, help="a run directory, or any DSpark folder (DeepSpec's, SpecForge's or ours)")
+    add(
+        "--draft",
+        required=True,
+        help="a run directory, or any DSpark folder (DeepSpec's, SpecForge's or ours)",
+    )
     add("--target", help="folder or hub name of the target (default: the one the draft was trained for)")
     add("--step", default="latest", help="checkpoint of a run: latest, best or a number (default: latest)")
-    add("--untrained", action="store_true", help="evaluate a freshly initialised draft of the same shape instead")
-    add("--prompts", help="JSONL file: turns, messages or conversations (default: prompts shipped with the package)")
+    add(
+        "--untrained",
+        action="store_true",
+        help="evaluate a freshly initialised draft of the same shape instead",
+    )
+    add(
+        "--prompts",
+        help="JSONL file: turns, messages or conversations (default: prompts shipped with the package)",
+    )
     add("--limit", type=int, help="at most this many prompts")
     add("--max-new-tokens", type=int, help="tokens generated per prompt (default: 128)")
     add("--temperature", type=float, help="0 = greedy (default: 0)")
-    add("--confidence-threshold", type=float, help="propose up to the first slot predicted below this (default: 0)")
+    add(
+        "--confidence-threshold",
+        type=float,
+        help="propose up to the first slot predicted below this (default: 0)",
+    )
     add("--seed", type=int, help="randomness of a prompt = this and the prompt's id (default: 980406)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on a GPU, float32 on a CPU")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     add("--max-context", type=int, help="refuse prompts, and stop outputs, beyond so many tokens")
     add("--template", help="chat template: auto (the tokenizer's own), or as data.template")
-    add("--no-plain", action="store_true", help="skip plain decoding: no speed to compare with, no identity check")
+    add(
+        "--no-plain",
+        action="store_true",
+        help="skip plain decoding: no speed to compare with, no identity check",
+    )
     add("--output", help="write all results as JSON (default for a run: RUN_DIR/eval/...)")
     add("--report", help="write an HTML report")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
@@ -102,12 +120,14 @@ def eval_options(args: argparse.Namespace, run_config: Mapping[str, Any] | None)
         from train.config_file import build
 
         base = build(run_config["eval"], EvalConfig)
-    given = {field: getattr(args, option) for option, field in _FIELDS.items() if getattr(args, option) is not None}
-    return replace(base, **given, **({"plain": False} if args.no_plain else {}))
+    given: dict[str, Any] = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    if args.no_plain:
+        given["plain"] = False
+    return replace(base, **given)
 
 
 def format_result(result: EvalResult, name: str) -> str:
-    """The result as text for a terminal: an error first, then the table, the slots, refusals and differences."""
+    """The result as text for a terminal: an error first, then tables, refusals and differences."""
     from train.report import terminal_table
 
     lines = [f"Evaluation of {name} for target {result.settings.get('target')}"]
@@ -115,7 +135,9 @@ def format_result(result: EvalResult, name: str) -> str:
         lines += ["", f"ERROR: {result.error}"]
     lines += ["", terminal_table([("", "value"), *result.table()])]
     slots = zip(result.survival, result.conditional, result.statistics.slot_rounds)
-    rows = [(slot, survival, conditional, rounds) for slot, (survival, conditional, rounds) in enumerate(slots)]
+    rows = [
+        (slot, survival, conditional, rounds) for slot, (survival, conditional, rounds) in enumerate(slots)
+    ]
     lines += ["", terminal_table([("slot", "survival", "conditional", "rounds"), *rows])]
     if result.refusals:
         lines += ["", f"{len(result.refusals)} prompt(s) refused:"]
@@ -131,17 +153,20 @@ def _describe_differences(result: EvalResult) -> list[str]:
     for item in result.differences[:10]:
         margin = "" if item.margin is None else f", plain logits {item.margin:.2g} apart"
         lines.append(
-            f"  {item.prompt}: token {item.position} is {item.with_draft}, plain decoding has {item.plain}{margin}"
+            f"  {item.prompt}: token {item.position} is {item.with_draft}, "
+            f"plain decoding has {item.plain}{margin}"
         )
     if not exact:
-        lines.append("  (expected to happen in half precision, where rounding depends on the number of tokens at once)")
+        lines.append(
+            "  (expected to happen in half precision, where rounding depends on the number of tokens at once)"
+        )
     elif any(item.margin is not None and item.margin > TIE for item in result.differences):
         lines.append("  (in float32 a gap this large is no rounding: please report it)")
     return lines
 
 
 def _prepare(device: str, memory_fraction: float) -> None:
-    """What JAX reads when its backend starts: the memory it reserves, and the platform when a CPU is asked for."""
+    """What JAX reads when its backend starts: the memory it reserves, and the platform for `--device cpu`."""
     from train.runtime import prepare_environment
 
     prepare_environment(memory_fraction)
@@ -162,8 +187,8 @@ def _load_target(args: argparse.Namespace, draft: LoadedDraft, options: EvalConf
         device = "cpu" if platform == "cpu" else "cuda"
     if device.startswith("cuda") and platform == "cpu":
         raise ValueError(
-            f"--device {device}, but JAX {jax.__version__} sees no GPU here: install draft-jax[cuda13], or give "
-            "--device cpu"
+            f"--device {device}, but JAX {jax.__version__} sees no GPU here: install draft-jax[cuda13], "
+            "or give --device cpu"
         )
     settings = (draft.run_config or {}).get("target") or {}
     return load_hf_target(
@@ -172,12 +197,13 @@ def _load_target(args: argparse.Namespace, draft: LoadedDraft, options: EvalConf
         dtype=options.dtype,
         device=device,
         revision=settings.get("revision") if not args.target else None,
-        trust_remote_code=args.trust_remote_code or bool(settings.get("trust_remote_code") and not args.target),
+        trust_remote_code=args.trust_remote_code
+        or bool(settings.get("trust_remote_code") and not args.target),
     )
 
 
 def _check_stored_head(draft: LoadedDraft, target: Target, folder: Path) -> None:
-    """A folder that carries an embedding or a head must carry the target's: another would be ignored silently."""
+    """A folder that carries an embedding or a head must carry the target's, which is what is used."""
     from train.evaluate.protocol import check_match
 
     check_match(target.info, draft.config)

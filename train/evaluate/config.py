@@ -1,4 +1,4 @@
-"""What an evaluation run may be told. Plain values only: this module is imported with the run's configuration."""
+"""What an evaluation may be told. Plain values only: this module comes with every run's configuration."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,8 +16,8 @@ class EvalConfig:
         limit: at most this many prompts, taken from the start of the file; None = all.
         max_new_tokens: tokens generated per prompt, the first one (from the prefill) included.
         temperature: applied to draft and target alike; below 1e-5 both are greedy.
-        confidence_threshold: propose only the slots before the first whose predicted acceptance is below this;
-            0 = always propose the whole block. Needs a draft with a confidence head when above 0.
+        confidence_threshold: propose only the slots before the first whose predicted acceptance is below
+            this; 0 = always propose the whole block. Needs a draft with a confidence head when above 0.
         seed: with the prompt's id, the whole randomness of that prompt; no other prompt or order matters.
         dtype: compute dtype of target and draft: float32, bfloat16, or auto (bfloat16 on an accelerator,
             float32 on a CPU). Only float32 promises the tokens of plain greedy decoding.

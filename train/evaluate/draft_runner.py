@@ -113,8 +113,8 @@ class DraftRunner:
         if not bool(torch.isfinite(probs).all()):
             slot = int((~torch.isfinite(probs)).any(-1).nonzero()[0])
             raise ProposalError(
-                f"the draft's probabilities at slot {slot} are not finite after {int(self._drafter.lengths[0])} "
-                "context tokens: its weights or the target's states are broken"
+                f"the draft's probabilities at slot {slot} are not finite after "
+                f"{int(self._drafter.lengths[0])} context tokens: its weights or the target's states are bad"
             )
         confidence = None
         if proposal.confidence_logits is not None:

@@ -1,7 +1,7 @@
 """Plain decoding with the target alone, token by token: the speed to beat and the tokens to equal.
 
-It uses the same session class, the same sampling function and the same stop rules as decoding with a draft, so the
-two differ in nothing but the draft.
+It uses the same session class, the same sampling function and the same stop rules as decoding with a draft,
+so the two differ in nothing but the draft.
 """
 
 from __future__ import annotations

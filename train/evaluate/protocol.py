@@ -1,14 +1,12 @@
-"""Draft and verify, prompt by prompt: exact rejection sampling with a KV cache on both sides (dspark_spec 5.1).
+"""Draft and verify, prompt by prompt: exact rejection sampling, cached on both sides (dspark_spec 5.1).
 
-Differences from the evaluator described there, each the repair of a defect (dspark_spec 8.2): the draft's tokens are
-drawn from the very fp32 distribution the acceptance ratio uses; a round is counted only as far as its tokens are
-kept; a prompt's randomness depends on the seed and its own id alone.
+Differences from the evaluator described there, each the repair of a defect (dspark_spec 8.2): the draft's
+tokens are drawn from the very fp32 distribution the acceptance ratio uses; a round is counted only as far as
+its tokens are kept; a prompt's randomness depends on the seed and its own id alone.
 """
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +14,13 @@ import numpy as np
 
 from draft_jax.batch import FrozenHead
 from draft_jax.config import DraftConfig
-from target_bridge import fence, handoff
-from target_bridge.verify import verify
-from train.evaluate.accounting import Round, accept_statistics, settle_round
+from target_bridge import handoff
+from train.evaluate.accounting import Round, accept_statistics
 from train.evaluate.config import EvalConfig
+from train.evaluate.decoding import decode_with_draft, sample_generator
 from train.evaluate.draft_runner import DraftRunner
-from train.evaluate.plain import plain_decode, sample
-from train.evaluate.result import Difference, EvalResult, Refusal, SampleResult, Seconds
+from train.evaluate.plain import plain_decode
+from train.evaluate.result import Difference, EvalResult, Refusal, SampleResult
 from train.evaluate.tasks import Prompt
 
 if TYPE_CHECKING:
@@ -52,7 +50,8 @@ def evaluate(
     Args:
         target: opened with the draft's taps.
         config: the draft.
-        params: its parameters; None = a freshly initialised draft (key: `eval_config.seed`), the untrained baseline.
+        params: its parameters; None = a freshly initialised draft (key: `eval_config.seed`), the untrained
+            baseline.
         frozen: the target's embedding and head for the draft; None = taken from the target.
         prompts: with unique ids. Their order changes nothing but the order of the results.
         eval_config: temperature, lengths, seed, dtype.
@@ -66,7 +65,8 @@ def evaluate(
     check_match(target.info, config)
     if eval_config.confidence_threshold > 0 and not config.enable_confidence_head:
         raise ValueError(
-            f"eval.confidence_threshold is {eval_config.confidence_threshold}, but this draft has no confidence head"
+            f"eval.confidence_threshold is {eval_config.confidence_threshold}, "
+            "but this draft has no confidence head"
         )
     admitted, refusals = admit(prompts, target.info, config, eval_config)
     if params is None:
@@ -87,12 +87,12 @@ def evaluate(
         compiled["before"] = runner.compile_count
         _warm_up(target, runner, admitted[0][0], eval_config)
         for prompt, budget in admitted:
-            result = decode_with_draft(target, runner, config, prompt, budget, eval_config)
+            decoded = decode_with_draft(target, runner, prompt, budget, eval_config)
             if eval_config.plain:
-                difference = _decode_plain(target, prompt, budget, eval_config, result)
+                difference = _decode_plain(target, prompt, budget, eval_config, decoded)
                 if difference is not None:
                     differences.append(difference)
-            samples.append(result)
+            samples.append(decoded)
             if progress is not None:
                 so_far = accept_statistics(_rounds(samples), config.block_size)
                 progress(len(samples), len(admitted), so_far.accept_length)
@@ -138,7 +138,9 @@ def admit(
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise ValueError(f"two prompts have the id {prompt.id!r}; ids must be unique, randomness hangs on them")
+            raise ValueError(
+                f"two prompts have the id {prompt.id!r}; ids must be unique, randomness hangs on them"
+            )
         seen.add(prompt.id)
         ids = np.asarray(prompt.input_ids)
         if ids.size == 0:
@@ -147,17 +149,12 @@ def admit(
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
             refusals.append(Refusal(prompt.id, f"id beyond the vocabulary: {wrong} of {info.vocab_size}"))
         elif ids.size + 1 > limit:
-            refusals.append(Refusal(prompt.id, f"prompt longer than the context: {ids.size} of {limit} tokens"))
+            refusals.append(
+                Refusal(prompt.id, f"prompt longer than the context: {ids.size} of {limit} tokens")
+            )
         else:
             admitted.append((prompt, min(eval_config.max_new_tokens, limit - ids.size)))
     return admitted, refusals
-
-
-def sample_generator(seed: int, prompt_id: str, stream: str = "draft") -> np.random.Generator:
-    """The random numbers of one prompt: from the seed and the prompt's id, never from its place in the file."""
-    digest = hashlib.blake2b(f"{stream}\0{prompt_id}".encode(), digest_size=8).digest()
-    key = np.array([seed % 2**64, int.from_bytes(digest, "little")], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key))
 
 
 def resolve_dtype(eval_config: EvalConfig, info: TargetInfo) -> str:
@@ -165,85 +162,6 @@ def resolve_dtype(eval_config: EvalConfig, info: TargetInfo) -> str:
     if eval_config.dtype != "auto":
         return eval_config.dtype
     return "float32" if info.dtype == "float32" else "bfloat16"
-
-
-def decode_with_draft(
-    target: Target,
-    runner: DraftRunner,
-    config: DraftConfig,
-    prompt: Prompt,
-    max_new_tokens: int,
-    eval_config: EvalConfig,
-    stop_after: int | None = None,
-) -> SampleResult:
-    """Decodes one prompt with the draft.
-
-    Args:
-        target: the verifier.
-        runner: the draft; it is reset first.
-        config: the draft's definition.
-        prompt: what to continue.
-        max_new_tokens: tokens to generate at most, the first included.
-        eval_config: temperature, seed, threshold.
-        stop_after: end after so many rounds (warming up).
-    """
-    eos = frozenset(target.info.eos_token_ids)
-    temperature = 0.0 if eval_config.greedy else eval_config.temperature
-    random = sample_generator(eval_config.seed, prompt.id)
-    K = config.block_size
-    seconds = Seconds()
-    rounds: list[Round] = []
-    begin = time.perf_counter()
-    runner.reset()
-    session = target.open_session(len(prompt.input_ids) + max_new_tokens)
-    try:
-        step = session.extend(prompt.input_ids, last_logits=1)
-        fence.torch_done(step.logits.device)
-        session.commit(len(prompt.input_ids))
-        first = sample(step.logits[-1], temperature, float(random.random(dtype=np.float32)))
-        runner.extend(step.context_hidden)
-        mark = time.perf_counter()
-        seconds.prefill = mark - begin
-        anchor, remaining = first, max_new_tokens - 1
-        finish = "eos" if first in eos else "length" if remaining == 0 else None
-        while finish is None:
-            numbers = random.random(2 * K + 1, dtype=np.float32)  # always as many, whatever the round needs
-            block = runner.propose(anchor, numbers[:K], temperature)
-            proposed = min(_confident(block.confidence, eval_config.confidence_threshold, K), remaining)
-            tokens = block.tokens[:proposed]
-            drafted = time.perf_counter()
-            seconds.draft += drafted - mark
-            step = session.extend(np.array([anchor, *tokens]))
-            fence.torch_done(step.logits.device)
-            verified = time.perf_counter()
-            seconds.target += verified - drafted
-            verdict = verify(
-                step.logits, block.probs[:proposed], tokens, numbers[K : K + proposed + 1], temperature
-            )
-            settled = settle_round(tokens, verdict.accepted, verdict.next_token, eos, remaining)
-            rounds.append(settled)
-            finish = settled.finish
-            mark = time.perf_counter()
-            if finish is None:
-                # The anchor and the accepted drafts stay in both caches; the new anchor has no state yet.
-                kept = 1 + settled.accepted
-                session.commit(kept)
-                anchor, remaining = settled.tokens[-1], remaining - settled.length
-                runner.extend(step.context_hidden[:kept])
-            if stop_after is not None and len(rounds) >= stop_after:
-                break
-    finally:
-        session.close()
-    seconds.total = time.perf_counter() - begin
-    return SampleResult(prompt.id, len(prompt.input_ids), first, rounds, finish or "stopped", seconds)
-
-
-def _confident(confidence: np.ndarray | None, threshold: float, block_size: int) -> int:
-    """Slots before the first one predicted to be accepted less often than the threshold (rule 4)."""
-    if threshold <= 0 or confidence is None:
-        return block_size
-    low = np.flatnonzero(confidence < threshold)
-    return int(low[0]) if low.size else block_size
 
 
 def _decode_plain(
@@ -270,7 +188,7 @@ def _decode_plain(
 def _warm_up(target: Target, runner: DraftRunner, prompt: Prompt, eval_config: EvalConfig) -> None:
     """Runs one round that is not counted, so that no first-call cost lands in the timings."""
     shortest = Prompt(prompt.id, prompt.input_ids[-1:], "")
-    decode_with_draft(target, runner, runner.config, shortest, 3, eval_config, stop_after=1)
+    decode_with_draft(target, runner, shortest, 3, eval_config, stop_after=1)
 
 
 def _untrained(config: DraftConfig, seed: int) -> Any:
@@ -313,5 +231,7 @@ def _error(result: EvalResult) -> str | None:
     if not result.rounds:
         return "no round was run: every output ended with its first token (max_new_tokens 1, or a stop token)"
     if not result.statistics.proposed:
-        return f"the draft proposed nothing in {result.rounds} rounds: this is plain decoding, not a measurement"
+        return (
+            f"the draft proposed nothing in {result.rounds} rounds: this is plain decoding, not a measurement"
+        )
     return None

@@ -15,8 +15,8 @@ TokenKind = Literal["first", "draft", "target"]
 class Difference:
     """Where the draft-assisted output first left plain greedy decoding.
 
-    `margin` is the gap between the two largest plain logits there: a tiny one is a tie that rounding may break
-    (any half-precision run), a large one is a fault.
+    `margin` is the gap between the two largest plain logits there: a tiny one is a tie that rounding may
+    break (any half-precision run), a large one is a fault.
     """
 
     prompt: str
@@ -95,7 +95,8 @@ class SampleResult:
         """For each output token: the prefill's first one, an accepted draft, or the target's own."""
         kinds: list[TokenKind] = ["first"]
         for item in self.rounds:
-            kinds += ["draft"] * item.accepted + ["target"] * (item.length - item.accepted)
+            kinds.extend("draft" for _ in range(item.accepted))
+            kinds.extend("target" for _ in range(item.length - item.accepted))
         return kinds
 
     def pieces(self, tokenizer) -> list[dict[str, str]]:
@@ -137,8 +138,8 @@ class SampleResult:
 class EvalResult:
     """The whole evaluation.
 
-    `error` is a sentence when the numbers must not be read as a measurement (nothing was proposed, nothing was
-    decoded); `accept_length` is then None.
+    `error` is a sentence when the numbers must not be read as a measurement (nothing was proposed, nothing
+    was decoded); `accept_length` is then None.
     """
 
     statistics: AcceptStatistics
@@ -151,12 +152,12 @@ class EvalResult:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens committed per round, the target's own token included; None when the evaluation is in error."""
+        """Tokens committed per round, the target's own included; None when the evaluation is in error."""
         return None if self.error else self.statistics.accept_length
 
     @property
     def accept_length_sample_mean(self) -> float | None:
-        """Mean over samples of their own accept length: the convention of z-lab's reports (dspark_spec 1.9)."""
+        """Mean over samples of their own accept length, as z-lab reports it (dspark_spec 1.9)."""
         means = [sum(r.length for r in s.rounds) / len(s.rounds) for s in self.samples if s.rounds]
         return sum(means) / len(means) if means and not self.error else None
 
@@ -223,7 +224,7 @@ class EvalResult:
 
     @property
     def identical_to_plain(self) -> int | None:
-        """Samples whose tokens equal plain greedy decoding; None when not compared (sampling, or no plain run)."""
+        """Samples whose tokens equal plain greedy decoding; None when sampling, or without a plain run."""
         if not self._has_plain or not self.settings.get("greedy"):
             return None
         return sum(sample.output_tokens == sample.plain_tokens for sample in self.samples)

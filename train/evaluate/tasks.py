@@ -51,8 +51,9 @@ class PromptSet:
     def summary(self) -> str:
         """What was left out: a line per reason with its count and first place. Empty when nothing was."""
         counts = Counter(reason for _, reason in self.refused)
+        first = {reason: line for line, reason in reversed(self.refused)}
         lines = [
-            f"{count} row(s) refused: {reason} (first: line {next(n for n, r in self.refused if r == reason)})"
+            f"{count} row(s) refused: {reason} (first: line {first[reason]})"
             for reason, count in counts.items()
         ]
         if self.unused_turns:
@@ -70,8 +71,9 @@ def load_prompts(
 ) -> PromptSet:
     """Reads a JSONL file of prompts.
 
-    A row is `{"turns": [str, ...]}`, of which the first turn is asked, or `{"messages" | "conversations": [...]}` in
-    OpenAI's or ShareGPT's form, asked up to its last assistant turn. An `id` names the prompt, else its line does.
+    A row is `{"turns": [str, ...]}`, of which the first turn is asked, or `{"messages" | "conversations":
+    [...]}` in OpenAI's or ShareGPT's form, asked up to its last assistant turn. An `id` names the prompt,
+    else its line does.
 
     Args:
         path: the file; None = the prompts shipped with the package.
@@ -159,7 +161,8 @@ def _renderer(tokenizer: Any, template: str, enable_thinking: bool):
     """(messages, tools) -> text ending in the generation prompt."""
     if template == "auto" and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "the target's tokenizer has no chat template; name one with eval.template (--template), as data.template"
+            "the target's tokenizer has no chat template; name one with eval.template (--template), "
+            "as data.template does"
         )
 
     def own(messages: list[Message], tools: list[dict] | None) -> str:

@@ -1,5 +1,5 @@
-"""Small real targets and random drafts for them. The targets' weights are large, so that their tokens are far from
-uniform and no two logits are nearly equal."""
+"""Small real targets and random drafts for them. The targets' weights are large, so that their tokens are far
+from uniform and no two logits are nearly equal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +23,14 @@ def make_target() -> Callable[..., HFTarget]:
     """A Llama of 4 layers with random weights; `eos` names the stop id."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    def make(vocab: int = 64, hidden: int = 32, eos: int | None = None, scale: float = 0.3, **options: Any) -> HFTarget:
+    def make(
+        vocab: int = 64, hidden: int = 32, eos: int | None = None, scale: float = 0.3, **options: Any
+    ) -> HFTarget:
         config = LlamaConfig(
-            vocab_size=vocab, hidden_size=hidden, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=256, initializer_range=scale,
-            bos_token_id=None, eos_token_id=eos, pad_token_id=None, tie_word_embeddings=False,
-            attn_implementation="eager",
+            vocab_size=vocab, hidden_size=hidden, intermediate_size=48, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+            initializer_range=scale, bos_token_id=None, eos_token_id=eos, pad_token_id=None,
+            tie_word_embeddings=False, attn_implementation="eager",
         )  # fmt: skip
         torch.manual_seed(7)
         model = LlamaForCausalLM(config).to(torch.float32)
@@ -43,8 +45,8 @@ def make_config() -> Callable[..., DraftConfig]:
 
     def make(target: HFTarget, **overrides: Any) -> DraftConfig:
         fields = {
-            "num_hidden_layers": 2, "block_size": 4, "mask_token_id": 0, "target_layer_ids": TAPS, "markov_rank": 8,
-            "initializer_range": 0.3,
+            "num_hidden_layers": 2, "block_size": 4, "mask_token_id": 0, "target_layer_ids": TAPS,
+            "markov_rank": 8, "initializer_range": 0.3,
         } | overrides  # fmt: skip
         return DraftConfig.from_target(target.info.config, **fields)
 
@@ -74,7 +76,8 @@ def make_prompts() -> Callable[..., list[Prompt]]:
     def make(count: int, vocab: int = 64, seed: int = 0) -> list[Prompt]:
         random = np.random.default_rng(seed)
         return [
-            Prompt(f"p{i}", random.integers(0, vocab, int(random.integers(1, 41))).astype(np.int32)) for i in range(count)
+            Prompt(f"p{i}", random.integers(0, vocab, int(random.integers(1, 41))).astype(np.int32))
+            for i in range(count)
         ]
 
     return make

@@ -30,7 +30,16 @@ def prompts_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def arguments(draft_folder, prompts_file):
-    return ["--draft", str(draft_folder), "--prompts", str(prompts_file), "--max-new-tokens", "10", "--device", "cpu"]
+    return [
+        "--draft",
+        str(draft_folder),
+        "--prompts",
+        str(prompts_file),
+        "--max-new-tokens",
+        "10",
+        "--device",
+        "cpu",
+    ]
 
 
 def test_folder_to_table_json_and_report(arguments, tmp_path, capsys, target_folder):
@@ -72,12 +81,12 @@ def test_another_target_is_refused(arguments, tmp_path, target_folder):
     shutil.copytree(target_folder, other)
     raw = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**raw, "vocab_size": 60}))
-    with pytest.raises(ValueError, match="vocab|shape|size"):
+    with pytest.raises(ValueError, match=r"vocab|shape|size"):
         main([*arguments, "--target", str(other)])
 
 
 def test_a_gpu_that_jax_does_not_see_is_refused(arguments):
-    with pytest.raises(ValueError, match="--device cuda, but JAX .* sees no GPU"):
+    with pytest.raises(ValueError, match=r"--device cuda, but JAX .* sees no GPU"):
         main([*arguments[:-1], "cuda"])
 
 
@@ -152,7 +161,13 @@ def make_result():
     def make(dtype, margin):
         rounds = [Round((1, 2), 3, 1, "length")]
         sample = SampleResult("p0", 3, 1, rounds, "length", Seconds(total=1.0), [1, 1, 3], Seconds(total=2.0))
-        settings = {"target": "t", "target_dtype": dtype, "draft_dtype": dtype, "greedy": True, "temperature": 0.0}
+        settings = {
+            "target": "t",
+            "target_dtype": dtype,
+            "draft_dtype": dtype,
+            "greedy": True,
+            "temperature": 0.0,
+        }
         difference = Difference("p0", 3, 1, 2, margin)
         return EvalResult(accept_statistics(rounds, 3), [sample], [], [difference], settings)
 

@@ -1,7 +1,9 @@
-"""At temperature 1 the output is distributed as the target alone would sample: joint law of the first three tokens.
+"""At temperature 1 the output is distributed as the target alone would sample: joint law of the first three
+tokens.
 
-The first comes from the prefill, the others from rounds with accepted drafts, residual and bonus samples, so every
-branch of the loop takes part. The law is enumerated from the target's logits by Transformers, not by our sessions.
+The first comes from the prefill, the others from rounds with accepted drafts, residual and bonus samples, so
+every branch of the loop takes part. The law is enumerated from the target's logits by Transformers, not by
+our sessions.
 """
 
 import itertools

@@ -1,4 +1,6 @@
-"""Prompts files: every form asks the same thing, rendered as a server renders it; what is left out is counted."""
+"""Prompts files: every form asks the same thing, rendered as a server renders it; what is left out is
+counted.
+"""
 
 import gzip
 import json
@@ -14,8 +16,20 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
-THINKING = TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think> </think>{% endif %}"
-WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "system", "user", "assistant", "<think>", "</think>", *"abcdefgh"]
+THINKING = (
+    TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think> </think>{% endif %}"
+)
+WORDS = [
+    "<unk>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "system",
+    "user",
+    "assistant",
+    "<think>",
+    "</think>",
+    *"abcdefgh",
+]
 
 
 def make_tokenizer(template=TEMPLATE):
@@ -64,7 +78,17 @@ def test_every_form_asks_the_same(write):
 
 
 def test_history_up_to_the_last_answer(write):
-    path = write({"messages": [{"role": "system", "content": "h"}, user("a"), assistant("b"), user("c"), assistant("d")]})
+    path = write(
+        {
+            "messages": [
+                {"role": "system", "content": "h"},
+                user("a"),
+                assistant("b"),
+                user("c"),
+                assistant("d"),
+            ]
+        }
+    )
     (prompt,) = load_prompts(path, make_tokenizer()).prompts
     assert words(prompt) == (
         "<|im_start|> system h <|im_end|> <|im_start|> user a <|im_end|> <|im_start|> assistant b <|im_end|> "
@@ -97,7 +121,7 @@ def test_a_named_template_replaces_the_tokenizers(write):
     class Spy:
         """Keeps the text it is asked to tokenise."""
 
-        chat_template, special_tokens_map = None, {}  # noqa: RUF012
+        chat_template, special_tokens_map = None, {}
 
         def __call__(self, text, *, add_special_tokens):
             assert not add_special_tokens, "the template writes them: never a second BOS"
@@ -114,7 +138,9 @@ def test_a_named_template_replaces_the_tokenizers(write):
 
 
 def test_ids_name_prompts_and_stay_unique(write):
-    path = write({"id": "x", "turns": ["a"]}, {"turns": ["b"]}, {"id": "x", "turns": ["c"]}, {"id": 7, "turns": ["d"]})
+    path = write(
+        {"id": "x", "turns": ["a"]}, {"turns": ["b"]}, {"id": "x", "turns": ["c"]}, {"id": 7, "turns": ["d"]}
+    )
     names = [p.id for p in load_prompts(path, make_tokenizer()).prompts]
     assert names == ["x", "prompts.jsonl:2", "x#3", "7"]
 
