@@ -126,9 +126,7 @@ def sample_anchors(
     bits = jax.vmap(row_bits)(first_row + jnp.arange(rows, dtype=jnp.int32))  # [B, L]
     # Two sort keys instead of a score with a sentinel: the largest random word stays an ordinary draw.
     excluded = (~candidates).astype(jnp.int32)
-    _, _, drawn = jax.lax.sort(
-        (excluded, bits, jnp.broadcast_to(positions, bits.shape)), dimension=1, num_keys=2
-    )
+    _, _, drawn = jax.lax.sort((excluded, bits, jnp.broadcast_to(positions, bits.shape)), dimension=1, num_keys=2)
     slots = min(num_anchors, length)
     rank = jnp.arange(slots)
     chosen = jnp.where(rank < candidates.sum(axis=1, keepdims=True), drawn[:, :slots], length)

@@ -38,10 +38,17 @@ class HandoffError(ValueError):
 class HostRows(Protocol):
     """The integers of a batch on the host, int [B, L] each; rows of this process only."""
 
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    positions: np.ndarray
-    document_start: np.ndarray
+    @property
+    def input_ids(self) -> np.ndarray: ...
+
+    @property
+    def loss_mask(self) -> np.ndarray: ...
+
+    @property
+    def positions(self) -> np.ndarray: ...
+
+    @property
+    def document_start(self) -> np.ndarray: ...
 
 
 def to_jax(tensor: torch.Tensor, *, zero_copy: bool = False) -> jax.Array:

@@ -87,7 +87,8 @@ def assemble(
     identity = run_identity(config, draft, stream)
     check(identity)
     mesh = make_mesh(devices, train.fsdp)
-    frozen = handoff.frozen_to_jax(*target.frozen_head(), replicated(mesh))
+    embedding, head = target.frozen_head()
+    frozen = handoff.frozen_to_jax(embedding, head, replicated(mesh))
     options = StepOptions(
         draft=draft,
         objective=config.objective,

@@ -141,4 +141,4 @@ def _check_keys(tree: Any, config_class: type, path: tuple[str, ...]) -> None:
 
 def type_name(hint: Any) -> str:
     """A type hint as a reader would write it."""
-    return getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

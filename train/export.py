@@ -111,9 +111,7 @@ def export(
         checks = check_export(partial, target_info)
         if failed := [check for check in checks if not check.ok]:
             lines = "\n".join(str(check) for check in failed)
-            raise ExportError(
-                f"the export fails {len(failed)} check(s), nothing was written to {output}:\n{lines}"
-            )
+            raise ExportError(f"the export fails {len(failed)} check(s), nothing was written to {output}:\n{lines}")
         loaded_config, loaded, _ = weights.load_folder(partial)
         checks.append(_compare(config, loaded_config, tensors, loaded))
         _install(partial, output)
@@ -133,7 +131,7 @@ def with_targets_ids(config: DraftConfig, target: TargetFacts) -> DraftConfig:
 
     DeepSpec writes neither special ids nor the target's name. Values that are there stay as they are.
     """
-    known = {
+    known: dict[str, Any] = {
         "bos_token_id": target.config.get("bos_token_id"),
         "eos_token_id": target.config.get("eos_token_id"),
         "pad_token_id": target.config.get("pad_token_id"),
@@ -258,8 +256,7 @@ def _refuse_full_disk(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size * 1.01 + 2**16:
         raise ExportError(
-            f"no space left for the export: it needs {size / 2**20:.1f} MiB, "
-            f"{folder} has {free / 2**20:.1f} MiB free"
+            f"no space left for the export: it needs {size / 2**20:.1f} MiB, {folder} has {free / 2**20:.1f} MiB free"
         )
 
 
@@ -267,8 +264,7 @@ def _in_words(error: Exception, output: Path, size: int) -> ExportError:
     code = getattr(error, "errno", None)
     if code == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error):
         return ExportError(
-            f"the disk of {output.parent} is full: the export needs {size / 2**20:.1f} MiB. "
-            f"{output} is as it was"
+            f"the disk of {output.parent} is full: the export needs {size / 2**20:.1f} MiB. {output} is as it was"
         )
     return ExportError(f"writing the export failed, {output} is as it was: {error}")
 
@@ -285,15 +281,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="draft-jax export", description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", metavar="RUN_DIR", help="a run's folder (its checkpoint is exported)")
-    source.add_argument(
-        "--draft", metavar="FOLDER", help="any DSpark folder, to rewrite in the serving layout"
-    )
+    source.add_argument("--draft", metavar="FOLDER", help="any DSpark folder, to rewrite in the serving layout")
     source.add_argument("--check", metavar="FOLDER", help="only check an existing export")
     parser.add_argument("--output", metavar="DIR", help="folder to create (default: RUN_DIR/export)")
     parser.add_argument("--step", default="latest", help="latest, best or a step number (with --run)")
-    parser.add_argument(
-        "--target", help="the target's folder, to compare with (default: the one the run names)"
-    )
+    parser.add_argument("--target", help="the target's folder, to compare with (default: the one the run names)")
     parser.add_argument("--force", action="store_true", help="replace a non-empty output folder")
     args = parser.parse_args(argv)
     if args.draft and not args.output:

@@ -1,6 +1,5 @@
 """The training loop: capture, accumulate, apply; metrics of the step before; checkpoints; a clean stop."""
 
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -8,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from . import assembly, resume
@@ -222,7 +220,9 @@ class Loop:
         for name in ("nonfinite_context", "nonfinite_last"):
             if metrics.get(name) and name not in self._warned:
                 self._warned.add(name)
-                self._tell(f"WARNING step {step}: {metrics[name]:.0f} target states are not finite ({name}), masked out")
+                self._tell(
+                    f"WARNING step {step}: {metrics[name]:.0f} target states are not finite ({name}), masked out"
+                )
         self.tracker.log(step, metrics)
         self.logged = {"step": step, **metrics}
         self._since_log.reset()

@@ -18,6 +18,9 @@ from .step import StepMetrics
 #: Fires once for each program the backend compiles, ahead-of-time compilation included (jax_conventions 2.6).
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
+#: Sums that are looked at first: when one of them is not finite, the others follow from it.
+_CAUSES = ("ce", "l1", "confidence", "loss_num")
+
 
 class NonFiniteError(RuntimeError):
     """A sum or norm that is NaN or infinite; the message names the first one and its step."""
@@ -38,7 +41,7 @@ class CompileCounter:
     ) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **details: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event == _COMPILE_EVENT:
             name = str(details.get("fun_name", "unknown"))
             self.counts[name.removeprefix("jit(").removesuffix(")")] += 1
@@ -94,7 +97,9 @@ def read_back(step: int, metrics: StepMetrics) -> tuple[dict[str, np.ndarray], d
     host = jax.device_get(metrics)
     sums = {name: np.asarray(value) for name, value in host.sums.items()}
     values = {name: float(value) for name, value in host.values.items()}
-    for name, value in (*sums.items(), *values.items()):
+    causes: list[tuple[str, Any]] = [(name, sums[name]) for name in _CAUSES if name in sums]
+    found: list[tuple[str, Any]] = [*causes, *sums.items(), *values.items()]
+    for name, value in found:
         if not np.all(np.isfinite(value)):
             raise NonFiniteError(
                 f"step {step}: {name} is {_show(value)}, the first value that is not finite; its update was not"

@@ -74,9 +74,7 @@ def _rows(config: RunConfig, draft: DraftConfig) -> int:
     return config.train.batch_rows * config.objective.num_anchors * draft.block_size
 
 
-def _memory(
-    config: RunConfig, draft: DraftConfig, target_config: dict, dtype: str, platform: str
-) -> dict[str, int]:
+def _memory(config: RunConfig, draft: DraftConfig, target_config: dict, dtype: str, platform: str) -> dict[str, int]:
     train = config.train
     item = _BYTES[dtype]
     parameters = sum(parameter_groups(draft).values())

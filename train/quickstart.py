@@ -38,6 +38,7 @@ class Preset:
         capture_cache_gib: on a CPU the target costs more than the draft, so states are captured once and reused.
         eval_limit: held-out prompts.
         eval_tokens: tokens generated per prompt.
+        baseline_limit: the first so many of them for the untrained draft too, which needs a round for every token.
     """
 
     draft: DraftSpec
@@ -48,18 +49,20 @@ class Preset:
     capture_cache_gib: float
     eval_limit: int
     eval_tokens: int
+    baseline_limit: int
 
 
 PRESETS = {
     "cpu": Preset(
-        draft=DraftSpec(layers=1, num_taps=3, block_size=4, mask_token_id=4, markov_rank=64),
-        objective=ObjectiveConfig(num_anchors=64),
-        optimizer=OptimizerConfig(lr=1.5e-3),
-        train=TrainConfig(steps=300, batch_rows=4),
-        data={"max_length": 320},
+        draft=DraftSpec(layers=1, num_taps=3, block_size=3, mask_token_id=4, markov_rank=64),
+        objective=ObjectiveConfig(num_anchors=32),
+        optimizer=OptimizerConfig(lr=3e-3),
+        train=TrainConfig(steps=450, batch_rows=2),
+        data={"max_length": 320, "limit": 400},
         capture_cache_gib=3.0,
         eval_limit=24,
         eval_tokens=64,
+        baseline_limit=8,
     ),
     "gpu": Preset(
         draft=DraftSpec(
@@ -70,8 +73,9 @@ PRESETS = {
         train=TrainConfig(steps=1400, batch_rows=32),
         data={"max_length": 512},
         capture_cache_gib=0.0,
-        eval_limit=48,
+        eval_limit=16,
         eval_tokens=128,
+        baseline_limit=4,
     ),
 }
 
@@ -91,7 +95,7 @@ def make_config(args: argparse.Namespace, preset: Preset, target: Path, device: 
         train=train,
         checkpoint=CheckpointConfig(every=max(1, (train.steps or 1) // 3), keep=1, keep_best=0),
         logging=LoggingConfig(every=1),
-        eval=EvalConfig(prompts=args.prompts, limit=preset.eval_limit, max_new_tokens=preset.eval_tokens),
+        eval=EvalConfig(prompts=args.prompts, limit=args.limit or preset.eval_limit, max_new_tokens=preset.eval_tokens),
         resume="auto",
     )
 
@@ -107,6 +111,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", help="held-out prompts, JSONL (default: those shipped)")
     parser.add_argument("--preset", choices=("auto", *PRESETS), default="auto", help="auto: by the device found")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the preset's")
+    parser.add_argument("--limit", type=int, help="held-out prompts instead of the preset's number")
     parser.add_argument("--keep", action="store_true", help="refuse to replace the results of an earlier quickstart")
     return parser.parse_args(argv)
 
@@ -138,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return trained.exit_code
     print(f"Trained {trained.steps} steps in {trained.seconds:.0f} s")
     exported = _export(args.run_dir, draft, target)
-    results = _evaluate(config, draft, exported, target)
+    results = _evaluate(config, draft, exported, target, preset.baseline_limit)
     summary = _report(args.run_dir, config, trained, results, target, time.perf_counter() - begin)
     _print(args.run_dir, results, summary)
     return 0
@@ -181,7 +186,9 @@ def _export(run_dir: Path, draft: DraftConfig, target: Any) -> Path:
     return report.path
 
 
-def _evaluate(config: RunConfig, draft: DraftConfig, exported: Path, target: Any) -> dict[str, Any]:
+def _evaluate(
+    config: RunConfig, draft: DraftConfig, exported: Path, target: Any, baseline_limit: int
+) -> dict[str, Any]:
     """Untrained and trained draft on the same held-out prompts; the trained one as exported, read back."""
     from draft_jax.weights import load_folder
 
@@ -193,11 +200,14 @@ def _evaluate(config: RunConfig, draft: DraftConfig, exported: Path, target: Any
         print(left_out)
     _, params, _ = load_folder(exported)
     results = {}
-    for name, weights in (("untrained", None), ("trained", params)):
+    for name, weights, asked in (
+        ("untrained", None, prompts.prompts[:baseline_limit]),
+        ("trained", params, prompts.prompts),
+    ):
         # Plain decoding is the same for both: it is measured once.
         options = replace(config.eval, plain=weights is not None)
         begin = time.perf_counter()
-        results[name] = evaluate(target, draft, weights, None, prompts.prompts, options, _progress(name))
+        results[name] = evaluate(target, draft, weights, None, asked, options, _progress(name))
         print(f"\rEvaluated the {name} draft in {time.perf_counter() - begin:.0f} s" + " " * 30, flush=True)
         if results[name].error:
             raise QuickstartError(f"evaluation of the {name} draft: {results[name].error}")
@@ -228,6 +238,7 @@ def _report(
         "survival_trained": list(after.survival),
         "survival_untrained": list(before.survival),
         "prompts": len(after.samples),
+        "prompts_untrained": len(before.samples),
         "max_new_tokens": config.eval.max_new_tokens,
         "identical_to_plain": after.identical_to_plain,
         "tokens_per_second_draft": after.tokens_per_second_draft,
@@ -292,6 +303,7 @@ def _print(run_dir: Path, results: Mapping[str, Any], summary: Mapping[str, Any]
     after, before = results["trained"], results["untrained"]
     rows: list[tuple[Any, ...]] = [
         ("", "untrained", "trained"),
+        ("prompts", len(before.samples), len(after.samples)),
         ("accept length (bonus included)", before.accept_length, after.accept_length),
     ]
     rows += [

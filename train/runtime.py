@@ -1,4 +1,4 @@
-"""Starting the frameworks in one process: environment first, then JAX, then the target; and refusing a silent fallback."""
+"""Starting the frameworks in one process: environment, then JAX, then the target; no silent fallback."""
 
 import os
 import sys
@@ -20,6 +20,8 @@ def prepare_environment(memory_fraction: float) -> None:
     """
     if _MEMORY not in os.environ and _OLD_MEMORY not in os.environ:
         os.environ[_MEMORY] = str(memory_fraction)
+    # Torch and XLA take turns on the same cores; a torch worker that spins while it waits would take XLA's turn.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Rows are tokenised before any fork; without this the tokenizer library warns at every subprocess.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -51,7 +51,7 @@ class Accumulator:
     rows: jax.Array
 
 
-def keys_of_seed(seed: int) -> tuple[jax.Array, jax.Array]:
+def keys_of_seed(seed: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two independent typed keys of a run's seed: for the initial parameters and for the anchors."""
     init_key, anchor_key = jax.random.split(jax.random.key(seed))
     return init_key, anchor_key

@@ -54,20 +54,14 @@ class ObjectiveConfig:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"objective.{name} is {value}; it must be finite and not negative")
         if self.ce_alpha == self.l1_alpha == self.confidence_alpha == 0:
-            raise ValueError(
-                "objective: ce_alpha, l1_alpha and confidence_alpha are all 0; nothing would be learned"
-            )
+            raise ValueError("objective: ce_alpha, l1_alpha and confidence_alpha are all 0; nothing would be learned")
         if self.normalization not in ("window", "micro_step"):
-            raise ValueError(
-                f"objective.normalization is {self.normalization!r}; choose 'window' or 'micro_step'"
-            )
+            raise ValueError(f"objective.normalization is {self.normalization!r}; choose 'window' or 'micro_step'")
         if self.chunk_rows is not None and self.chunk_rows < 1:
             raise ValueError(f"objective.chunk_rows is {self.chunk_rows}; it must be at least 1, or null")
 
 
-def chunk_rows_for(
-    rows: int, vocab: int, *, platform: str | None = None, limit_bytes: int | None = None
-) -> int:
+def chunk_rows_for(rows: int, vocab: int, *, platform: str | None = None, limit_bytes: int | None = None) -> int:
     """Rows per chunk, so that one fp32 [chunk, vocab] buffer stays within a bound.
 
     The chunks are made nearly equal, and a multiple of 8 rows unless the bound allows fewer. Peak memory of

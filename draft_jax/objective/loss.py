@@ -21,6 +21,8 @@ hand.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -92,15 +94,15 @@ def loss_sums(
     z = w2 = None
     if draft.markov is not None:
         z, w2 = draft.markov.states(hidden, blocks.prev), draft.markov.w2()
-    terms = _vocab_terms(
-        hidden, z, w2, frozen, batch, blocks, config, objective, implementation, batch_shards
-    )
+    terms = _vocab_terms(hidden, z, w2, frozen, batch, blocks, config, objective, implementation, batch_shards)
 
     accept = acceptance(terms.l1)
     confidence = None
     if draft.confidence is not None:
         features = hidden
-        previous = draft.markov.embed(blocks.prev) if config.confidence_head_with_markov else None
+        previous = None
+        if draft.markov is not None and config.confidence_head_with_markov:
+            previous = draft.markov.embed(blocks.prev)
         if objective.confidence_detach:
             features, previous = jax.lax.stop_gradient((features, previous))
         confidence = draft.confidence(features, previous)
@@ -151,12 +153,21 @@ def _vocab_terms(
     """The vocabulary terms over [B, N, K] rows; `ce` and `l1` in that shape."""
     rows, anchors, slots = blocks.labels.shape
 
-    def flat(values: Array | None) -> Array | None:
-        return None if values is None else values.reshape(rows, anchors * slots, *values.shape[3:])
+    def flat(values: Array) -> Array:
+        return values.reshape(rows, anchors * slots, *values.shape[3:])
 
-    arguments = (
+    terms: Callable[..., VocabTerms]
+    if implementation == "chunked":
+        local_rows = max(1, rows // batch_shards) * anchors * slots
+        chunk_rows = objective.chunk_rows or chunk_rows_for(local_rows, config.vocab_size)
+        terms = functools.partial(vocab_terms, chunk_rows=chunk_rows, shards=batch_shards)
+    elif implementation == "reference":
+        terms = vocab_terms_reference
+    else:
+        raise ValueError(f"objective implementation {implementation!r} is unknown; choose 'chunked' or 'reference'")
+    result = terms(
         flat(hidden),
-        flat(z),
+        None if z is None else flat(z),
         w2,
         frozen.lm_head,
         batch.last_hidden,
@@ -164,24 +175,12 @@ def _vocab_terms(
         flat(blocks.labels),
         flat(blocks.weight),
         flat(blocks.valid),
+        vocab_size=config.vocab_size,
+        ce_alpha=objective.ce_alpha,
+        l1_alpha=objective.l1_alpha,
     )
-    options = {
-        "vocab_size": config.vocab_size,
-        "ce_alpha": objective.ce_alpha,
-        "l1_alpha": objective.l1_alpha,
-    }
-    if implementation == "chunked":
-        local_rows = max(1, rows // batch_shards) * anchors * slots
-        chunk_rows = objective.chunk_rows or chunk_rows_for(local_rows, config.vocab_size)
-        terms = vocab_terms(*arguments, **options, chunk_rows=chunk_rows, shards=batch_shards)
-    elif implementation == "reference":
-        terms = vocab_terms_reference(*arguments, **options)
-    else:
-        raise ValueError(
-            f"objective implementation {implementation!r} is unknown; choose 'chunked' or 'reference'"
-        )
     shape = blocks.labels.shape
-    return terms._replace(ce=terms.ce.reshape(shape), l1=terms.l1.reshape(shape))
+    return result._replace(ce=result.ce.reshape(shape), l1=result.l1.reshape(shape))
 
 
 def training_loss_sums(

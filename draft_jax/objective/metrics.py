@@ -82,9 +82,7 @@ def bce_with_logits(logits: Float[Array, "*rows"], target: Float[Array, "*rows"]
     return target * jax.nn.softplus(-logits) + (1.0 - target) * jax.nn.softplus(logits)
 
 
-def confidence_sums(
-    logits: Float[Array, "B N K"] | None, accept: Float[Array, "B N K"], blocks: Blocks
-) -> Sums:
+def confidence_sums(logits: Float[Array, "B N K"] | None, accept: Float[Array, "B N K"], blocks: Blocks) -> Sums:
     """BCE of the confidence head against the acceptance, and how well calibrated it is (2.3, 2.4).
 
     Args:
@@ -125,10 +123,9 @@ def confidence_sums(
     return dict(zip(names, values, strict=True))
 
 
-def _ratio(numerator: ArrayLike, denominator: ArrayLike) -> float:
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> float:
     """`numerator / denominator`, and 0.0 where nothing was counted."""
-    denominator = float(denominator)
-    return float(numerator) / denominator if denominator else 0.0
+    return float(numerator) / float(denominator) if denominator else 0.0
 
 
 def finalize(sums: Mapping[str, ArrayLike], objective: ObjectiveConfig) -> dict[str, float]:
@@ -145,31 +142,31 @@ def finalize(sums: Mapping[str, ArrayLike], objective: ObjectiveConfig) -> dict[
         Python floats: `loss` (mean over the window as `objective.normalization` says), `ce_loss`, `l1_loss`,
         `confidence_loss`, `tau_probabilistic`, `accept_rate@j`, confidence calibration, counts and ratios.
     """
-    sums = {name: np.asarray(value, dtype=np.float64) for name, value in sums.items()}
-    rows, weight = sums["rows"], sums["weight"]
-    block_size = len(sums["accept@num"])
-    tokens_per_block = _ratio(sums["supervised_tokens"], sums["sampled_anchors"])
+    totals = {name: np.asarray(value, dtype=np.float64) for name, value in sums.items()}
+    rows, weight = totals["rows"], totals["weight"]
+    block_size = len(totals["accept@num"])
+    tokens_per_block = _ratio(totals["supervised_tokens"], totals["sampled_anchors"])
     out = {
-        "loss": _ratio(sums["loss_num"], sums["loss_den"]),
-        "ce_loss": _ratio(sums["ce"], weight),
-        "l1_loss": _ratio(sums["l1"], weight),
-        "tau_probabilistic": _ratio(sums["tau_num"], sums["tau_den"]),
+        "loss": _ratio(totals["loss_num"], totals["loss_den"]),
+        "ce_loss": _ratio(totals["ce"], weight),
+        "l1_loss": _ratio(totals["l1"], weight),
+        "tau_probabilistic": _ratio(totals["tau_num"], totals["tau_den"]),
     }
     for slot in range(block_size):
-        out[f"accept_rate@{slot}"] = _ratio(sums["accept@num"][slot], sums["accept@den"][slot])
-    if sums["confidence_weight"] > 0:
-        out["confidence_loss"] = _ratio(sums["confidence"], sums["confidence_weight"])
+        out[f"accept_rate@{slot}"] = _ratio(totals["accept@num"][slot], totals["accept@den"][slot])
+    if totals["confidence_weight"] > 0:
+        out["confidence_loss"] = _ratio(totals["confidence"], totals["confidence_weight"])
         for name in ("confidence_abs_error", "confidence_bias", "confidence_cumprod_bias"):
-            out[name] = _ratio(sums[name], sums["confidence_weight"])
+            out[name] = _ratio(totals[name], totals["confidence_weight"])
     out |= {
-        "valid_anchors_abs": _ratio(sums["valid_anchors"], rows),
-        "valid_anchors_ratio": _ratio(sums["valid_anchors"], sums["tokens"]),
-        "sampled_anchors_abs": _ratio(sums["sampled_anchors"], rows),
-        "sampled_anchors_ratio": _ratio(sums["sampled_anchors"], sums["anchor_slots"]),
-        "anchors_per_1k_tokens": 1000.0 * _ratio(sums["sampled_anchors"], sums["tokens"]),
+        "valid_anchors_abs": _ratio(totals["valid_anchors"], rows),
+        "valid_anchors_ratio": _ratio(totals["valid_anchors"], totals["tokens"]),
+        "sampled_anchors_abs": _ratio(totals["sampled_anchors"], rows),
+        "sampled_anchors_ratio": _ratio(totals["sampled_anchors"], totals["anchor_slots"]),
+        "anchors_per_1k_tokens": 1000.0 * _ratio(totals["sampled_anchors"], totals["tokens"]),
         "block_supervised_tokens_abs": tokens_per_block,
         "block_supervised_tokens_ratio": tokens_per_block / block_size,
-        "nonfinite_context": float(sums["nonfinite_context"]),
-        "nonfinite_last": float(sums["nonfinite_last"]),
+        "nonfinite_context": float(totals["nonfinite_context"]),
+        "nonfinite_last": float(totals["nonfinite_last"]),
     }
     return out

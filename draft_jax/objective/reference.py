@@ -44,7 +44,7 @@ def vocab_terms_reference(
     # Values of rows that do not count are replaced, not multiplied by 0: NaN times 0 is NaN, in gradients
     # too.
     logits = product(jnp.where(valid[..., None], hidden, 0), head)
-    if z is not None:
+    if z is not None and w2 is not None:
         logits += product(jnp.where(valid[..., None], z, 0).astype(hidden.dtype), w2.astype(hidden.dtype))
     states = jnp.take_along_axis(last_hidden, target_index[..., None], axis=1)
     states = jnp.where(valid[..., None], states, 0)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -205,7 +205,7 @@ def _sweep(spec: _Spec, rows: _Rows, with_gradient: bool) -> tuple[VocabTerms, t
     if with_gradient and (spec.ce_alpha or spec.l1_alpha):
         carry["pull"] = jnp.zeros((d, places), jnp.float32)
         carry["hidden"] = jnp.zeros((d, places, hidden.shape[-1]), jnp.float32)
-        if z is not None:
+        if z is not None and w2 is not None:
             carry["z"] = jnp.zeros((d, places, z.shape[-1]), jnp.float32)
             carry["w2"] = jnp.zeros((d, *w2.shape), jnp.float32)  # per shard: summed once, after the loop
     carry = lax.fori_loop(0, plan.trips, visit, carry)
@@ -221,7 +221,7 @@ def _sweep(spec: _Spec, rows: _Rows, with_gradient: bool) -> tuple[VocabTerms, t
         return terms, None
     pull = restore(carry["pull"])[..., None]
     dh = restore(carry["hidden"]) + pull * lm_head[rows.labels].astype(jnp.float32)
-    if z is None:
+    if z is None or w2 is None or rows.z is None:
         return terms, (dh, None, None)
     dz = restore(carry["z"]) + pull * w2[rows.labels].astype(jnp.float32)
     push = by_shard(jnp.where(rows.valid[..., None], pull * rows.z.astype(jnp.float32), 0.0))
@@ -242,14 +242,11 @@ def _forward(spec: _Spec, rows: _Rows) -> tuple[VocabTerms, tuple]:
 
 def _backward(spec: _Spec, residual: tuple, cotangent: VocabTerms) -> tuple[_Rows]:
     gradient, dtypes = residual
-    nothing = _Rows(*(None,) * len(_Rows._fields))  # frozen head, target states, labels, weights: no gradient
-    if gradient is None:
-        return (nothing,)
-    scaled = (
-        None if g is None else (g * cotangent.numerator).astype(like.dtype)
-        for g, like in zip(gradient, dtypes, strict=True)
-    )
-    return (nothing._replace(**dict(zip(("hidden", "z", "w2"), scaled, strict=True))),)
+    cotangents: dict[str, Any] = dict.fromkeys(_Rows._fields)  # None: no gradient; head and targets are frozen
+    if gradient is not None:
+        for name, g, like in zip(("hidden", "z", "w2"), gradient, dtypes, strict=True):
+            cotangents[name] = None if g is None else (g * cotangent.numerator).astype(like.dtype)
+    return (_Rows(**cotangents),)
 
 
 _vocab_terms.defvjp(_forward, _backward)

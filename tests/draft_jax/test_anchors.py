@@ -125,9 +125,7 @@ def test_blocks_against_a_slot_by_slot_reading(seed):
     ids = rng.integers(0, 50, (B, L))
     mask = (rng.random((B, L)) < 0.8).astype(int)
     borders = np.sort(rng.choice(np.arange(1, L), (B, 2)), axis=1)
-    start = np.stack(
-        [np.where(np.arange(L) >= b[1], b[1], np.where(np.arange(L) >= b[0], b[0], 0)) for b in borders]
-    )
+    start = np.stack([np.where(np.arange(L) >= b[1], b[1], np.where(np.arange(L) >= b[0], b[0], 0)) for b in borders])
     last_valid = rng.random((B, L)) < 0.9
     anchors, keep = rng.integers(0, L, (B, N)), rng.random((B, N)) < 0.8
     blocks = jax.jit(make_blocks, static_argnums=(3, 4))(
@@ -140,9 +138,7 @@ def test_blocks_against_a_slot_by_slot_reading(seed):
     )
     for b in range(B):
         for n in range(N):
-            expected = slot_by_slot(
-                ids[b], mask[b], start[b], last_valid[b], anchors[b, n], keep[b, n], K, 4.0
-            )
+            expected = slot_by_slot(ids[b], mask[b], start[b], last_valid[b], anchors[b, n], keep[b, n], K, 4.0)
             for j, (label, valid, weight, previous, target) in enumerate(expected):
                 assert bool(blocks.valid[b, n, j]) == valid
                 assert float(blocks.weight[b, n, j]) == pytest.approx(weight, abs=1e-6)
@@ -187,18 +183,14 @@ def test_sampling_is_uniform_without_replacement():
     mask = np.zeros((1, 14), int)
     mask[0, [1, 2, 3, 5, 6, 8, 9, 12, 13]] = 1  # candidates are the positions before these
     draw_many = jax.jit(
-        jax.vmap(
-            lambda key: sample_anchors(key, jnp.asarray(mask), jnp.zeros((1, 14), jnp.int32), picks)[0][0]
-        )
+        jax.vmap(lambda key: sample_anchors(key, jnp.asarray(mask), jnp.zeros((1, 14), jnp.int32), picks)[0][0])
     )
     drawn = np.asarray(draw_many(jax.random.split(jax.random.key(980406), trials)))
     singles = np.bincount(drawn.ravel(), minlength=14)
     assert set(np.flatnonzero(singles)) == {0, 1, 2, 4, 5, 7, 8, 11, 12}
     expected = trials * picks / candidates
     variance = expected * (1 - picks / candidates)
-    assert ((singles[singles > 0] - expected) ** 2).sum() / variance < candidates + 5 * math.sqrt(
-        2 * candidates
-    )
+    assert ((singles[singles > 0] - expected) ** 2).sum() / variance < candidates + 5 * math.sqrt(2 * candidates)
     pairs = np.zeros((14, 14), int)
     for i in range(picks):
         for j in range(i + 1, picks):

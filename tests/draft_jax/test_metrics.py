@@ -40,9 +40,7 @@ def random_blocks(seed=0):
 
 
 def test_acceptance_is_clamped():
-    np.testing.assert_allclose(
-        acceptance(jnp.asarray([0.0, 0.6, 2.0, 2.0000002])), [1.0, 0.7, 0.0, 0.0], atol=1e-6
-    )
+    np.testing.assert_allclose(acceptance(jnp.asarray([0.0, 0.6, 2.0, 2.0000002])), [1.0, 0.7, 0.0, 0.0], atol=1e-6)
 
 
 def test_tau_and_acceptance_per_slot():
@@ -125,9 +123,7 @@ def test_what_stands_in_invalid_slots_does_not_matter():
 
 def test_bce_is_finite_for_extreme_logits():
     logits, target = jnp.asarray([1e4, -1e4, 80.0, 0.0]), jnp.asarray([0.0, 1.0, 1.0, 0.5])
-    np.testing.assert_allclose(
-        bce_with_logits(logits, target), [1e4, 1e4, 0.0, np.log(2)], rtol=1e-6, atol=1e-30
-    )
+    np.testing.assert_allclose(bce_with_logits(logits, target), [1e4, 1e4, 0.0, np.log(2)], rtol=1e-6, atol=1e-30)
     gradient = jax.grad(lambda x: bce_with_logits(x, target).sum())(logits)
     np.testing.assert_allclose(gradient, [1.0, -1.0, 0.0, 0.0], atol=1e-6)
 

@@ -161,7 +161,10 @@ def test_load_trained_without_a_run(tmp_path, tiny_draft):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"intermediate_size": 20}, r"layers\.0\.mlp\.down_proj\.kernel has shape \(24, 16\), this run needs \(20, 16\)"),
+        (
+            {"intermediate_size": 20},
+            r"layers\.0\.mlp\.down_proj\.kernel has shape \(24, 16\), this run needs \(20, 16\)",
+        ),
         ({"num_hidden_layers": 3}, r"mu\.layers\.2\.input_layernorm\.scale is missing"),
         ({"num_hidden_layers": 1}, r"mu\.layers\.1\.\S+ is unknown to this draft"),
         ({"enable_confidence_head": False}, r"mu\.confidence\.\S+ is unknown"),
@@ -181,9 +184,7 @@ def test_another_dtype_is_refused(checkpoints, tiny_draft):
     checkpoints.save(state_of(tiny_draft), saved_at(3), {})
     checkpoints.wait()
     abstract = shapes_of(tiny_draft)
-    half = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), abstract.params
-    )
+    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), abstract.params)
     with pytest.raises(CheckpointError, match=r"params\.fc\.kernel has dtype float32, this run needs bfloat16"):
         checkpoints.restore(3, dataclasses.replace(abstract, params=half))
 
@@ -252,9 +253,13 @@ def test_disk_full_error_is_clear_and_earlier_checkpoints_survive(tmp_path, tiny
     try:
         checkpoints = Checkpoints(small / "checkpoints", CheckpointConfig(keep=50))
         state = state_of(tiny_draft)
-        with pytest.raises(CheckpointError) as error:
+
+        def save_until_full():
             for step in range(1, 40):
                 checkpoints.save(state, saved_at(step), {})
+
+        with pytest.raises(CheckpointError) as error:
+            save_until_full()
         kept = checkpoints.steps()
         assert kept
         assert f"checkpoint of step {kept[-1] + 1} could not be written" in str(error.value)
@@ -275,9 +280,7 @@ def test_disk_full_simulated(checkpoints, tiny_draft, monkeypatch):
         def result(self):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(
-        checkpoints._checkpointer, "save_checkpointables_async", lambda *a, **k: Failed(), raising=True
-    )
+    monkeypatch.setattr(checkpoints._checkpointer, "save_checkpointables_async", lambda *a, **k: Failed(), raising=True)
     checkpoints.save(state_of(tiny_draft), saved_at(2), {})
     with pytest.raises(CheckpointError, match=r"step 2 could not be written .* no space left .* there: 1"):
         checkpoints.poll()

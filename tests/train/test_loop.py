@@ -18,7 +18,6 @@ from train.feeding import NonFiniteStateError
 from train.loop import run
 from train.metrics import NonFiniteError
 
-
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
@@ -181,7 +180,9 @@ def test_full_disk_while_training(tree, tmp_path, target, change, monkeypatch):
 
     monkeypatch.setattr(loop, "Checkpoints", Failing)
     changed = change(tree, checkpoint__every=2)
-    with pytest.raises(CheckpointError, match=r"step 4 could not be written .*no space left .*there: 2\. .*--resume auto"):
+    with pytest.raises(
+        CheckpointError, match=r"step 4 could not be written .*no space left .*there: 2\. .*--resume auto"
+    ):
         run(build(changed), target=target)
     assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
     monkeypatch.undo()

@@ -113,9 +113,7 @@ def fresh_accumulator(programs):
 def accumulate(programs, draft, state, *batches):
     accumulator = fresh_accumulator(programs)
     for batch in batches:
-        accumulator = programs.accumulate(
-            state.params, head_of(draft), batch, state.key, state.step, accumulator
-        )
+        accumulator = programs.accumulate(state.params, head_of(draft), batch, state.key, state.step, accumulator)
     return accumulator
 
 
@@ -128,7 +126,9 @@ def sums_and_gradients(draft, *fields: dict, objective=OBJECTIVE):
     """The micro-steps of the given rows alone, without an optimizer step."""
     state, accumulator = _initial(draft), zero_accumulator(_initial(draft).params, zero_sums(draft.block_size))
     for rows in fields:
-        accumulator = plain_accumulate(draft, objective)(state.params, head_of(draft), batch_of(rows), state.key, state.step, accumulator)
+        accumulator = plain_accumulate(draft, objective)(
+            state.params, head_of(draft), batch_of(rows), state.key, state.step, accumulator
+        )
     return accumulator
 
 
@@ -154,9 +154,7 @@ def test_two_programs_whatever_the_data(draft, counter):
     before = sum(counter.counts.values())
     for step in range(3):
         for batch in batches[step:]:
-            accumulator = programs.accumulate(
-                state.params, head_of(draft), batch, state.key, state.step, accumulator
-            )
+            accumulator = programs.accumulate(state.params, head_of(draft), batch, state.key, state.step, accumulator)
         state, accumulator, metrics = programs.apply(state, accumulator)
     jax.block_until_ready(metrics)
     assert sum(counter.counts.values()) == before
@@ -278,7 +276,9 @@ def test_nothing_supervised_changes_nothing_but_the_step(draft, normalization):
     accumulator = accumulate(programs, draft, state, empty, empty)
     assert all(not np.any(g) for g in jax.tree.leaves(accumulator.grads))
     after, _, metrics = programs.apply(state, accumulator)
-    for a, b in zip(jax.tree.leaves((before.params, before.opt_state)), jax.tree.leaves((after.params, after.opt_state))):
+    for a, b in zip(
+        jax.tree.leaves((before.params, before.opt_state)), jax.tree.leaves((after.params, after.opt_state))
+    ):
         assert a.tobytes() == np.asarray(b).tobytes()
     assert int(after.step) == int(before.step) + 1
     assert float(metrics.values["skipped_updates"]) == 1

@@ -23,9 +23,7 @@ def make_target() -> Callable[..., HFTarget]:
     """A Llama of 4 layers with random weights; `eos` names the stop id."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    def make(
-        vocab: int = 64, hidden: int = 32, eos: int | None = None, scale: float = 0.3, **options: Any
-    ) -> HFTarget:
+    def make(vocab: int = 64, hidden: int = 32, eos: int | None = None, scale: float = 0.3, **options: Any) -> HFTarget:
         config = LlamaConfig(
             vocab_size=vocab, hidden_size=hidden, intermediate_size=48, num_hidden_layers=4,
             num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,

@@ -112,9 +112,7 @@ def test_order_and_company_change_nothing(target, config, params, make_prompts, 
                                   {"markov_head_type": "rnn", "block_size": 1}])  # fmt: skip
 def test_every_kind_of_draft_is_lossless(target, make_config, make_params, make_prompts, head):
     config = make_config(target, **head)
-    result = evaluate(
-        target, config, make_params(config), None, make_prompts(4), EvalConfig(max_new_tokens=12)
-    )
+    result = evaluate(target, config, make_params(config), None, make_prompts(4), EvalConfig(max_new_tokens=12))
     assert result.identical_to_plain == 4
     assert len(result.survival) == config.block_size
 
@@ -135,9 +133,7 @@ def test_stop_token_ends_the_output(make_target, make_config, make_params, make_
     eos = max(set(tokens), key=tokens.count)
     target = make_target(eos=eos)
     config = make_config(target, eos_token_id=None)
-    result = evaluate(
-        target, config, make_params(config), None, make_prompts(24), EvalConfig(max_new_tokens=24)
-    )
+    result = evaluate(target, config, make_params(config), None, make_prompts(24), EvalConfig(max_new_tokens=24))
     for sample in result.samples:
         whole = outputs(greedy)[sample.prompt]
         cut = whole[: whole.index(eos) + 1] if eos in whole else whole
@@ -176,9 +172,7 @@ def test_confidence_threshold_shortens_proposals_and_stays_lossless(target, conf
 def test_threshold_without_a_confidence_head_is_refused(target, make_config, make_params, make_prompts):
     config = make_config(target, enable_confidence_head=False)
     with pytest.raises(ValueError, match="no confidence head"):
-        evaluate(
-            target, config, make_params(config), None, make_prompts(1), EvalConfig(confidence_threshold=0.5)
-        )
+        evaluate(target, config, make_params(config), None, make_prompts(1), EvalConfig(confidence_threshold=0.5))
 
 
 def test_refused_prompts_are_counted_with_their_reason(target, config, params):
@@ -227,9 +221,7 @@ def test_nothing_left_to_evaluate_is_an_error(target, config, params):
         ({"target_layer_ids": (0, 1)}, r"tapped layers: the draft was made for \(0, 1\), .* has \(0, 2\)"),
     ],
 )
-def test_a_draft_of_another_target_is_refused_naming_both(
-    target, make_config, make_prompts, overrides, message
-):
+def test_a_draft_of_another_target_is_refused_naming_both(target, make_config, make_prompts, overrides, message):
     with pytest.raises(MismatchError, match=message):
         evaluate(target, make_config(target, **overrides), None, None, make_prompts(1), EvalConfig())
 
@@ -253,9 +245,7 @@ def test_a_broken_draft_is_an_error_not_a_low_score(target, config, params, make
 def test_progress_is_told_after_every_prompt(target, config, params, make_prompts):
     seen = []
     eval_config = EvalConfig(max_new_tokens=4, plain=False)
-    result = evaluate(
-        target, config, params, None, make_prompts(3), eval_config, lambda *call: seen.append(call)
-    )
+    result = evaluate(target, config, params, None, make_prompts(3), eval_config, lambda *call: seen.append(call))
     assert [call[:2] for call in seen] == [(1, 3), (2, 3), (3, 3)]
     assert seen[-1][2] == result.accept_length
     assert result.tokens_per_second_plain is None

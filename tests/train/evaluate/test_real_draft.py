@@ -27,5 +27,7 @@ def test_deepspec_draft_accepts_about_two_tokens_and_loses_none():
     prompts = load_prompts(None, target.tokenizer, limit=4).prompts
     result = evaluate(target, config, params, None, prompts, EvalConfig(max_new_tokens=32))
     assert result.identical_to_plain == 4
-    assert 1.7 < result.accept_length < 3.0
-    assert result.survival[0] > 0.35
+    # Measured: 3.02 here, 2.41 on eight prompts of 64 tokens. The shipped prompts and the beginnings of answers
+    # are easier than the 14 prompts of 128 tokens behind the 2.08. A misaligned draft falls to about 1.
+    assert 2.0 < result.accept_length < 3.5
+    assert result.survival[0] > 0.45

@@ -54,9 +54,7 @@ def test_speed_and_shares(result):
 
 def test_means_are_told_apart(sample):
     short = SampleResult("q", 1, 5, [Round((7,), 3, 0)], "length", Seconds())
-    result = EvalResult(
-        accept_statistics([*ROUNDS, *short.rounds], 3), [sample, short], [], [], {"greedy": True}
-    )
+    result = EvalResult(accept_statistics([*ROUNDS, *short.rounds], 3), [sample, short], [], [], {"greedy": True})
     assert result.accept_length == 6 / 3
     assert result.accept_length_sample_mean == (5 / 2 + 1) / 2
     assert result.identical_to_plain is None, "one sample has no plain output to compare with"

@@ -16,9 +16,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
-THINKING = (
-    TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think> </think>{% endif %}"
-)
+THINKING = TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}<think> </think>{% endif %}"
 WORDS = [
     "<unk>",
     "<|im_start|>",
@@ -138,9 +136,7 @@ def test_a_named_template_replaces_the_tokenizers(write):
 
 
 def test_ids_name_prompts_and_stay_unique(write):
-    path = write(
-        {"id": "x", "turns": ["a"]}, {"turns": ["b"]}, {"id": "x", "turns": ["c"]}, {"id": 7, "turns": ["d"]}
-    )
+    path = write({"id": "x", "turns": ["a"]}, {"turns": ["b"]}, {"id": "x", "turns": ["c"]}, {"id": 7, "turns": ["d"]})
     names = [p.id for p in load_prompts(path, make_tokenizer()).prompts]
     assert names == ["x", "prompts.jsonl:2", "x#3", "7"]
 
