@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -39,9 +41,6 @@ def test_help_and_version_load_nothing_heavy(cli):
     done = cli("--version")
     assert done.code == 0
     code = "import sys, train.cli; train.cli.main(['--help']); print([m for m in ('jax', 'torch') if m in sys.modules])"
-    import subprocess
-    from pathlib import Path
-
     root = Path(__file__).resolve().parents[2]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
     assert out.endswith("[]\n")
