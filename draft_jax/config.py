@@ -149,8 +149,7 @@ class DraftConfig:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary embedding needs an even head_dim")
         if self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
-                f"markov_head_type {self.markov_head_type!r} is unknown; use one of "
-                f"{', '.join(MARKOV_HEAD_TYPES)}"
+                f"markov_head_type {self.markov_head_type!r} is unknown; use one of {', '.join(MARKOV_HEAD_TYPES)}"
             )
         if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:
             raise ValueError(

@@ -66,9 +66,7 @@ def read_target(config: Mapping[str, Any], skip: Collection[str] = ()) -> dict[s
         if field in skip:
             continue
         if text.get(key) is None:
-            raise ValueError(
-                f"target config has no {key}: pass {field}= to choose the draft's {field} yourself"
-            )
+            raise ValueError(f"target config has no {key}: pass {field}= to choose the draft's {field} yourself")
         fields[field] = text[key]
     for key in ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"):
         if key not in skip and text.get(key) is not None:
@@ -99,15 +97,11 @@ def read_draft(config: Mapping[str, Any]) -> dict[str, Any]:
         value = _lookup(config, key)
         if value is not None and value not in neutral:
             wanted = " or ".join(repr(item) for item in neutral) or "null"
-            raise ValueError(
-                f"draft config has {key} {value!r}, which this draft does not implement (only {wanted})"
-            )
+            raise ValueError(f"draft config has {key} {value!r}, which this draft does not implement (only {wanted})")
     layer_types = config.get("layer_types") or []
     for index, layer_type in enumerate(layer_types):
         if layer_type != "full_attention":
-            raise ValueError(
-                f"layer_types[{index}] is {layer_type!r}: only full_attention layers are implemented"
-            )
+            raise ValueError(f"layer_types[{index}] is {layer_type!r}: only full_attention layers are implemented")
     required = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
         "num_target_layers", "target_layer_ids", "block_size", "mask_token_id",
@@ -115,8 +109,7 @@ def read_draft(config: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: _require(config, key) for key in required}
     if layer_types and len(layer_types) != fields["num_hidden_layers"]:
         raise ValueError(
-            f"layer_types has {len(layer_types)} entries but num_hidden_layers is "
-            f"{fields['num_hidden_layers']}"
+            f"layer_types has {len(layer_types)} entries but num_hidden_layers is {fields['num_hidden_layers']}"
         )
     fields["target_layer_ids"] = tuple(fields["target_layer_ids"])
     fields["num_key_value_heads"] = _lookup(config, "num_key_value_heads")
@@ -138,9 +131,7 @@ def read_draft(config: Mapping[str, Any]) -> dict[str, Any]:
     fields["target_name"] = config.get("target_model_name_or_path")
     theta, scaling = _rope(config)
     if theta is None:
-        raise ValueError(
-            "draft config has neither rope_theta nor rope_parameters.rope_theta: add the rotary base"
-        )
+        raise ValueError("draft config has neither rope_theta nor rope_parameters.rope_theta: add the rotary base")
     fields["rope_theta"] = theta
     fields["rope_scaling"] = RopeScaling.from_hf(scaling)
     return fields
@@ -257,13 +248,10 @@ def _rope(config: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
         theta = new.get("rope_theta", old.get("rope_theta"))
     elif new.get("rope_theta", theta) != theta:
         raise ValueError(
-            f"config contradicts itself: rope_theta = {theta}, "
-            f"rope_parameters.rope_theta = {new['rope_theta']}"
+            f"config contradicts itself: rope_theta = {theta}, rope_parameters.rope_theta = {new['rope_theta']}"
         )
     if new and old and _plain(new) != _plain(old):
-        raise ValueError(
-            f"config contradicts itself: rope_scaling = {dict(old)}, rope_parameters = {dict(new)}"
-        )
+        raise ValueError(f"config contradicts itself: rope_scaling = {dict(old)}, rope_parameters = {dict(new)}")
     return theta, dict(new or old)
 
 
@@ -286,7 +274,6 @@ def complete_heads(fields: dict[str, Any]) -> None:
     if fields.get("head_dim") is None:
         if hidden_size % heads:
             raise ValueError(
-                f"there is no head_dim, and hidden_size {hidden_size} is not a multiple of {heads} heads: "
-                "give head_dim"
+                f"there is no head_dim, and hidden_size {hidden_size} is not a multiple of {heads} heads: give head_dim"
             )
         fields["head_dim"] = hidden_size // heads

@@ -70,9 +70,7 @@ class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * scale` over the last axis; statistics and product in fp32, then one
     rounding."""
 
-    def __init__(
-        self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike = jnp.float32
-    ) -> None:
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike = jnp.float32) -> None:
         self.scale = nnx.Param(jnp.ones((features,), param_dtype))
         self.eps = eps
         self.dtype = dtype

@@ -100,9 +100,7 @@ class RopeScaling:
             known |= {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
         unknown = set(entries) - known
         if unknown:
-            raise ValueError(
-                f"rope_scaling of type {rope_type!r} has unknown key(s) {', '.join(sorted(unknown))}"
-            )
+            raise ValueError(f"rope_scaling of type {rope_type!r} has unknown key(s) {', '.join(sorted(unknown))}")
         if "factor" not in entries:
             raise ValueError(f"rope_scaling of type {rope_type!r} lacks factor")
         return cls(rope_type=rope_type, **entries)

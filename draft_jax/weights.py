@@ -102,9 +102,7 @@ def table(config: DraftConfig) -> tuple[TensorRule, ...]:
             rules += linear(f"layers.{i}.mlp.{name}", "layers", i, "mlp", name)
     if config.markov_rank:
         for name in ("markov_w1", "markov_w2"):
-            rules.append(
-                TensorRule(f"markov_head.{name}.weight", ("markov", name, "embedding"), transpose=False)
-            )
+            rules.append(TensorRule(f"markov_head.{name}.weight", ("markov", name, "embedding"), transpose=False))
         extra = {"gated": "gate_proj", "rnn": "joint_proj"}.get(config.markov_head_type)
         if extra:
             rules += linear(f"markov_head.{extra}", "markov", extra, bias=True)
@@ -130,8 +128,7 @@ def to_torch_layout(
         WeightsError: the tree lacks a parameter, holds an unknown one, or one has another shape.
     """
     leaves = {
-        tuple(str(entry.key) for entry in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        tuple(str(entry.key) for entry in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     tensors = {}
     for rule in table(config):
@@ -168,16 +165,12 @@ def from_torch_layout(
     for rule in table(config):
         array = np.asarray(tensors[names[rule.name]])
         if array.dtype.name not in _FLOATS:
-            raise WeightsError(
-                f"tensor {rule.name} has dtype {array.dtype.name}; expected one of {', '.join(_FLOATS)}"
-            )
+            raise WeightsError(f"tensor {rule.name} has dtype {array.dtype.name}; expected one of {', '.join(_FLOATS)}")
         node = params
         for key in rule.path[:-1]:
             node = node.setdefault(key, {})
         # Cast on the host and copy: no view of a memory-mapped file may outlive it.
-        node[rule.path[-1]] = jnp.array(
-            np.array((array.T if rule.transpose else array).astype(dtype), order="C")
-        )
+        node[rule.path[-1]] = jnp.array(np.array((array.T if rule.transpose else array).astype(dtype), order="C"))
     return params
 
 
@@ -267,13 +260,9 @@ def check_frozen(folder: str | Path, frozen: FrozenHead) -> tuple[str, ...]:
         own = np.asarray(frozen.embedding if name.endswith(FROZEN_NAMES[0]) else frozen.lm_head)
         rows = min(len(own), len(stored))
         if stored.shape[1:] != own.shape[1:]:
-            raise WeightsError(
-                f"{folder}: {name} has shape {list(stored.shape)}, the target's is {list(own.shape)}"
-            )
+            raise WeightsError(f"{folder}: {name} has shape {list(stored.shape)}, the target's is {list(own.shape)}")
         if not np.array_equal(stored[:rows], own[:rows].astype(stored.dtype)):
-            raise WeightsError(
-                f"{folder}: {name} differs from the target's: this draft belongs to another target"
-            )
+            raise WeightsError(f"{folder}: {name} differs from the target's: this draft belongs to another target")
     return tuple(tensors)
 
 
@@ -302,9 +291,7 @@ def _files(folder: Path) -> list[str]:
     index, single = folder / INDEX_FILE, folder / WEIGHTS_FILE
     if single.is_file():
         if index.is_file():
-            raise WeightsError(
-                f"both {WEIGHTS_FILE} and {INDEX_FILE} are there: remove the one that is stale"
-            )
+            raise WeightsError(f"both {WEIGHTS_FILE} and {INDEX_FILE} are there: remove the one that is stale")
         return [WEIGHTS_FILE]
     if not index.is_file():
         raise WeightsError(f"no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} is there")

@@ -37,12 +37,9 @@ ITEMS = (
     "shells", "stamps", "stickers", "tickets", "toy cars",
 )  # fmt: skip
 MATH = (
-    "A train travels {a} km in {c} hours and then {b} km in 2 hours. "
-    "What is its average speed over the whole trip?",
-    "{x} reads {c} pages a day and {y} reads {b} pages a day. "
-    "After {a} days, how many pages have they read together?",
-    "{x} buys {c} boxes with {b} {items} in each box. {y} takes away {taken} of them. "
-    "How many {items} are left?",
+    "A train travels {a} km in {c} hours and then {b} km in 2 hours. What is its average speed over the whole trip?",
+    "{x} reads {c} pages a day and {y} reads {b} pages a day. After {a} days, how many pages have they read together?",
+    "{x} buys {c} boxes with {b} {items} in each box. {y} takes away {taken} of them. How many {items} are left?",
     "A shop sells {items} for ${c} each. {x} buys {a} of them and pays with a ${paid} voucher. "
     "How much money is left on the voucher?",
     "{x} has {a} {items}. {y} gives {x} {b} more, and then {x} shares all of them equally among {c} friends. "
@@ -104,9 +101,7 @@ def by_hash(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: hashlib.sha256(f"{SEED} {row.id}".encode()).digest())
 
 
-def select(
-    rows: Iterable[Row], answer_tokens: Callable[[str], int], per_source: int = PER_SOURCE
-) -> list[Row]:
+def select(rows: Iterable[Row], answer_tokens: Callable[[str], int], per_source: int = PER_SOURCE) -> list[Row]:
     """The same number of every source: answers that end by themselves, are long enough and fit to be passed
     on.
 
@@ -217,9 +212,7 @@ def write_conversations(rows: list[Row], path: Path) -> None:
     lines = []
     for row in rows:
         turns = [{"role": "user", "content": row.prompt}, {"role": "assistant", "content": row.answer}]
-        lines.append(
-            json.dumps({"id": row.id, "messages": turns}, ensure_ascii=False, separators=(",", ":")) + "\n"
-        )
+        lines.append(json.dumps({"id": row.id, "messages": turns}, ensure_ascii=False, separators=(",", ":")) + "\n")
     path.write_bytes(gzip.compress("".join(lines).encode("utf-8"), compresslevel=9, mtime=0))
 
 
@@ -233,13 +226,9 @@ def write_prompts(prompts: list[tuple[str, str]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("conversations", type=Path, help="the answered prompts, .jsonl.gz")
-    parser.add_argument(
-        "--tokenizer", required=True, help="folder or hub name of the target, to count tokens"
-    )
+    parser.add_argument("--tokenizer", required=True, help="folder or hub name of the target, to count tokens")
     default = Path(__file__).resolve().parent.parent / "train" / "data" / "quickstart"
     parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args(arguments)

@@ -52,9 +52,7 @@ class CaptureCache:
 
     def __init__(self, target: Target, max_bytes: int) -> None:
         if max_bytes < 1:
-            raise TargetError(
-                f"capture cache: max_bytes must be positive, got {max_bytes}; leave the cache out"
-            )
+            raise TargetError(f"capture cache: max_bytes must be positive, got {max_bytes}; leave the cache out")
         self._target = target
         self._max_bytes = max_bytes
         self._entries: OrderedDict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = OrderedDict()

@@ -3,11 +3,9 @@
 Memory that torch wrote is read by JAX in place, and neither framework waits for the other:
 
 * Fence A, `torch_done`: all torch work on the device is finished, so what JAX is about to read is there.
-(DLPack makes
-  JAX wait for torch's *current* stream only; an engine with side streams is not covered by that.)
+  (DLPack makes JAX wait for torch's *current* stream only; an engine with side streams is not covered by that.)
 * Fence B, `jax_done`: all JAX programs that read the memory are finished, so torch may write to it again,
-reset the
-  pools it came from, or launch its own collectives.
+  reset the pools it came from, or launch its own collectives.
 
 Overwriting without Fence B gives silently wrong training, not a crash. Hence the lease: memory is lent out,
 handed to JAX, fenced, and only then free again; any other order raises.

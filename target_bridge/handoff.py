@@ -115,9 +115,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     return torch.from_dlpack(array).clone()
 
 
-def to_global(
-    tensors: Sequence[torch.Tensor], sharding: NamedSharding, *, zero_copy: bool = False
-) -> jax.Array:
+def to_global(tensors: Sequence[torch.Tensor], sharding: NamedSharding, *, zero_copy: bool = False) -> jax.Array:
     """Join this process's pieces, one per local device, into one global array.
 
     Args:
@@ -132,9 +130,7 @@ def to_global(
     """
     local = sharding.addressable_devices
     if len(tensors) != len(local):
-        raise HandoffError(
-            f"{len(tensors)} pieces for {len(local)} local devices of {sharding}; give one per device"
-        )
+        raise HandoffError(f"{len(tensors)} pieces for {len(local)} local devices of {sharding}; give one per device")
     shapes = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
     if len(shapes) != 1:
         raise HandoffError(f"pieces of one global array differ: {sorted(map(str, shapes))}")
@@ -150,17 +146,13 @@ def to_global(
         piece = to_jax(tensor, zero_copy=zero_copy)
         if piece.device != device:
             if zero_copy:
-                raise HandoffError(
-                    f"{_say(tensor)} is on {piece.device}, its place is {device}: that needs a copy"
-                )
+                raise HandoffError(f"{_say(tensor)} is on {piece.device}, its place is {device}: that needs a copy")
             piece = jax.device_put(piece, device)
         pieces.append(piece)
     return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
 
-def to_batch(
-    slot: Slot, rows: HostRows, sharding: NamedSharding, *, vocab_size: int | None = None
-) -> DraftBatch:
+def to_batch(slot: Slot, rows: HostRows, sharding: NamedSharding, *, vocab_size: int | None = None) -> DraftBatch:
     """Hand a filled staging slot and its integers to JAX as a global batch. Fence A happens in here.
 
     Args:
@@ -194,9 +186,7 @@ def to_batch(
 
     def views(context: torch.Tensor, last: torch.Tensor) -> tuple[jax.Array, jax.Array]:
         context_global, last_global = (
-            to_global(
-                [states[i * each : (i + 1) * each] for i in range(local)], sharding, zero_copy=local == 1
-            )
+            to_global([states[i * each : (i + 1) * each] for i in range(local)], sharding, zero_copy=local == 1)
             for states in (context, last)
         )
         return context_global, last_global
@@ -209,9 +199,7 @@ def to_batch(
     )
 
 
-def frozen_to_jax(
-    embedding: torch.Tensor, lm_head: torch.Tensor, sharding: NamedSharding | None = None
-) -> FrozenHead:
+def frozen_to_jax(embedding: torch.Tensor, lm_head: torch.Tensor, sharding: NamedSharding | None = None) -> FrozenHead:
     """The target's embedding and LM head as JAX arrays: its own memory on a GPU, not a second copy.
 
     On a CPU weights that were read from a file may lie unaligned; those are copied once. The weights are
@@ -249,8 +237,7 @@ def _replicated(matrix: torch.Tensor, sharding: NamedSharding | None) -> jax.Arr
     if not sharding.is_fully_replicated:
         raise HandoffError(f"the frozen head must be replicated over the devices, got {sharding.spec}")
     pieces = [
-        array if array.device == device else jax.device_put(array, device)
-        for device in sharding.addressable_devices
+        array if array.device == device else jax.device_put(array, device) for device in sharding.addressable_devices
     ]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
 
@@ -260,8 +247,7 @@ def _narrow(tensor: torch.Tensor) -> torch.Tensor:
     if bool(outside.any()):
         position = [int(i) for i in outside.nonzero()[0]]
         raise HandoffError(
-            f"{_say(tensor)} holds {int(tensor[tuple(position)])} at {position}, which int32 cannot; JAX "
-            "would cut it"
+            f"{_say(tensor)} holds {int(tensor[tuple(position)])} at {position}, which int32 cannot; JAX would cut it"
         )
     return tensor.to(torch.int32)
 

@@ -60,9 +60,7 @@ def load_hf_target(
         revision=revision,
         trust_remote_code=trust_remote_code,
         # Before the weights are read: a wrong tap should not cost the loading of 30 GB.
-        check_config=lambda config: validate_layer_ids(
-            layer_ids, _num_layers(text_config(config), name_or_path)
-        ),
+        check_config=lambda config: validate_layer_ids(layer_ids, _num_layers(text_config(config), name_or_path)),
     )
     return HFTarget(
         model.to(torch_device),
@@ -83,16 +81,12 @@ def pick_device(device: str) -> torch.device:
     try:
         picked = torch.device(device)
     except RuntimeError as error:
-        raise TargetError(
-            f"target device {device!r} is not known to torch; say auto, cpu, cuda or cuda:N"
-        ) from error
+        raise TargetError(f"target device {device!r} is not known to torch; say auto, cpu, cuda or cuda:N") from error
     if picked.type not in ("cpu", "cuda"):
         raise TargetError(f"target device {device!r} is not supported; say auto, cpu, cuda or cuda:N")
     if picked.type == "cuda":
         if not torch.cuda.is_available():
-            raise TargetError(
-                f"target device {device!r}: torch {torch.__version__} sees no GPU here; say cpu or auto"
-            )
+            raise TargetError(f"target device {device!r}: torch {torch.__version__} sees no GPU here; say cpu or auto")
         picked = torch.device("cuda", torch.cuda.current_device() if picked.index is None else picked.index)
         if picked.index >= torch.cuda.device_count():
             raise TargetError(f"target device {device!r}: there are {torch.cuda.device_count()} GPUs here")
@@ -264,9 +258,7 @@ class HFTarget:
 def _num_layers(config: Any, name: str) -> int:
     count = getattr(config, "num_hidden_layers", None)
     if not isinstance(count, int) or count < 2:
-        raise TargetError(
-            f"target {name}: num_hidden_layers is {count!r}; a target needs at least two layers to tap"
-        )
+        raise TargetError(f"target {name}: num_hidden_layers is {count!r}; a target needs at least two layers to tap")
     return count
 
 
@@ -274,12 +266,8 @@ def _max_length(config: Any, asked: int | None, name: str) -> int:
     own = getattr(config, "max_position_embeddings", None)
     if asked is None:
         if not isinstance(own, int) or own < 1:
-            raise TargetError(
-                f"target {name}: its config has no max_position_embeddings; give max_length yourself"
-            )
+            raise TargetError(f"target {name}: its config has no max_position_embeddings; give max_length yourself")
         return own
     if asked < 1 or (isinstance(own, int) and asked > own):
-        raise TargetError(
-            f"max_length {asked} must be 1..{own}, the max_position_embeddings of target {name}"
-        )
+        raise TargetError(f"max_length {asked} must be 1..{own}, the max_position_embeddings of target {name}")
     return asked

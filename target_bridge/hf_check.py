@@ -74,8 +74,7 @@ def check_model(
         for what, tensor in (("taps", taps), ("last_hidden", last)):
             if tuple(tensor.shape) != expected[what]:
                 raise TargetError(
-                    f"target {name}: captured {what} have shape {tuple(tensor.shape)}, "
-                    f"expected {expected[what]}"
+                    f"target {name}: captured {what} have shape {tuple(tensor.shape)}, expected {expected[what]}"
                 )
         reasons = _embedding_reasons(first_input, parts.embedding[ids])
         reasons += _logit_reasons(model, parts, ids, last, vocab_size)
@@ -113,9 +112,7 @@ def _check_matrices(parts: Parts, name: str, vocab_size: int, hidden_size: int) 
         finite = torch.isfinite(matrix).all(dim=1)
         if not bool(finite.all()):
             row = int((~finite).nonzero()[0])
-            raise TargetError(
-                f"target {name}: row {row} of its {what} is not finite; the weights are damaged"
-            )
+            raise TargetError(f"target {name}: row {row} of its {what} is not finite; the weights are damaged")
 
 
 def _probe(vocab_size: int, max_length: int, device: torch.device) -> torch.Tensor:
@@ -160,9 +157,7 @@ def _embedding_reasons(first_input: torch.Tensor | None, rows: torch.Tensor) -> 
     return []
 
 
-def _logit_reasons(
-    model: nn.Module, parts: Parts, ids: torch.Tensor, last: torch.Tensor, vocab_size: int
-) -> list[str]:
+def _logit_reasons(model: nn.Module, parts: Parts, ids: torch.Tensor, last: torch.Tensor, vocab_size: int) -> list[str]:
     full = model(input_ids=ids, use_cache=False).logits[..., :vocab_size].float()
     own = F.linear(last, parts.head)[..., :vocab_size].float()
     if not bool(torch.isfinite(full).all()):

@@ -89,11 +89,7 @@ def _find_layers(decoder: nn.Module, num_layers: int, name: str) -> nn.ModuleLis
     if len(found) != 1:
         raise TargetError(
             f"target {name} ({type(decoder).__name__}): its config says {num_layers} layers, and "
-            + (
-                f"{len(found)} lists have that length: {sorted(found)}"
-                if found
-                else "no list of modules is that long"
-            )
+            + (f"{len(found)} lists have that length: {sorted(found)}" if found else "no list of modules is that long")
             + ". The bridge cannot tell which outputs to tap; this model needs a target of its own"
         )
     return next(iter(found.values()))

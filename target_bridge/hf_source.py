@@ -16,14 +16,10 @@ from target_bridge.hf_parts import text_config
 from target_bridge.target import TargetError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_REMEDY = (
-    "A target folder holds config.json, model.safetensors (or shards with an index) and the tokenizer's files"
-)
+_REMEDY = "A target folder holds config.json, model.safetensors (or shards with an index) and the tokenizer's files"
 
 
-def target_config(
-    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
-) -> dict[str, Any]:
+def target_config(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
     """The text part of a target's config.json as a plain dict, without reading its weights.
 
     Raises:
@@ -58,9 +54,7 @@ def load_model(
     """
     config = _load_config(name_or_path, revision, trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
-        raise TargetError(
-            f"target {name_or_path} is an encoder-decoder model; a target is a decoder-only causal LM"
-        )
+        raise TargetError(f"target {name_or_path} is an encoder-decoder model; a target is a decoder-only causal LM")
     check_config(config)
     if _is_folder(name_or_path):
         _check_weight_files(Path(name_or_path).expanduser())
@@ -103,11 +97,7 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None, trust_remo
     """
     if _is_folder(name_or_path):
         folder = Path(name_or_path).expanduser()
-        if (
-            not any(folder.glob("tokenizer*"))
-            and not any(folder.glob("vocab*"))
-            and not any(folder.glob("*.model"))
-        ):
+        if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")) and not any(folder.glob("*.model")):
             raise TargetError(
                 f"{name_or_path} has no tokenizer: {_listing(folder)}. Copy tokenizer.json, "
                 "tokenizer_config.json and the chat template of the model it was made from into it"
@@ -151,9 +141,7 @@ def _load_config(name_or_path: str, revision: str | None, trust_remote_code: boo
     if path.is_dir():
         _check_config_file(path)
     elif path.exists():
-        raise TargetError(
-            f"target {name_or_path} is a file; give the folder that holds it, or a hub name. {_REMEDY}"
-        )
+        raise TargetError(f"target {name_or_path} is a file; give the folder that holds it, or a hub name. {_REMEDY}")
     elif str(name_or_path).startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(str(name_or_path)):
         raise TargetError(f"target folder {name_or_path} does not exist. {_REMEDY}")
     from transformers import AutoConfig
@@ -170,21 +158,16 @@ def _check_config_file(folder: Path) -> None:
     file = folder / "config.json"
     if not file.is_file():
         if (folder / "adapter_config.json").is_file():
-            raise TargetError(
-                f"target {folder} is a PEFT adapter; merge it into its base model and save that"
-            )
+            raise TargetError(f"target {folder} is a PEFT adapter; merge it into its base model and save that")
         raise TargetError(
-            f"target {folder} is a folder but not a model: it has no config.json ({_listing(folder)}). "
-            f"{_REMEDY}"
+            f"target {folder} is a folder but not a model: it has no config.json ({_listing(folder)}). {_REMEDY}"
         )
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
         raise TargetError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict) or not content.get("model_type"):
-        raise TargetError(
-            f"{file} has no model_type, so it does not describe a Transformers model. {_REMEDY}"
-        )
+        raise TargetError(f"{file} has no model_type, so it does not describe a Transformers model. {_REMEDY}")
 
     marks = [key for key in ("target_layer_ids", "dflash_config", "dspark_config") if key in content]
     if marks:
@@ -208,9 +191,7 @@ def _check_weight_files(folder: Path) -> None:
                 f"{absent[0]}; the download is incomplete, fetch it again"
             )
     elif not (folder / "model.safetensors").is_file():
-        pickled = sorted(
-            path.name for path in [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-        )
+        pickled = sorted(path.name for path in [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
         raise TargetError(
             f"target {folder} has no model.safetensors ({_listing(folder)}). "
             + (

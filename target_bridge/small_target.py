@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LICENCE = "Apache-2.0 (SmolLM2-135M-Instruct, Hugging Face TB)"
@@ -122,9 +123,10 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    ).to(torch.bfloat16)
+    )
+    model = model.to(torch.bfloat16)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer, model.is_quantized = None, False

@@ -124,10 +124,7 @@ class Slot:
                     f"{what} states for row {row} have shape {tuple(states.shape)}, expected "
                     f"[tokens, {buffer.shape[2]}]"
                 )
-            if (
-                not states.is_floating_point()
-                or torch.promote_types(states.dtype, buffer.dtype) != buffer.dtype
-            ):
+            if not states.is_floating_point() or torch.promote_types(states.dtype, buffer.dtype) != buffer.dtype:
                 raise StagingError(
                     f"{what} states are {states.dtype} and the staging buffers {buffer.dtype}, which would "
                     "round them. Load the target in that dtype or make the ring wider"
@@ -139,8 +136,7 @@ class Slot:
             raise StagingError(f"row {row} is outside the slot's {self.rows} rows")
         if offset < 0 or offset + count > self.length:
             raise StagingError(
-                f"row {row}: a document of {count} tokens at offset {offset} does not fit a row of "
-                f"{self.length}"
+                f"row {row}: a document of {count} tokens at offset {offset} does not fit a row of {self.length}"
             )
         return count
 
@@ -180,8 +176,7 @@ class StagingRing:
                 raise StagingError(f"staging ring: {what} must be at least 1, got {value}")
         self._device = torch.device(device)
         self._slots = [
-            Slot(index, rows, length, context_width, hidden, dtype, self._device)
-            for index in range(num_slots)
+            Slot(index, rows, length, context_width, hidden, dtype, self._device) for index in range(num_slots)
         ]
         self._next = 0
 

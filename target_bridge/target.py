@@ -153,9 +153,7 @@ def validate_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
         raise TargetError(f"layer_ids must be a list of integers, got {ids!r}")
     ids = list(ids)
     if not ids:
-        raise TargetError(
-            "layer_ids is empty: name at least one target layer whose output the draft shall see"
-        )
+        raise TargetError("layer_ids is empty: name at least one target layer whose output the draft shall see")
     for position, value in enumerate(ids):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
             raise TargetError(f"layer_ids[{position}] = {value!r} is not an integer")
@@ -167,9 +165,7 @@ def validate_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
             )
     for position in range(1, len(ids)):
         if ids[position] == ids[position - 1] or ids[position] in ids[:position]:
-            raise TargetError(
-                f"layer_ids[{position}] = {ids[position]} appears twice in {ids}; taps must be unique"
-            )
+            raise TargetError(f"layer_ids[{position}] = {ids[position]} appears twice in {ids}; taps must be unique")
         if ids[position] < ids[position - 1]:
             raise TargetError(
                 f"layer_ids[{position}] = {ids[position]} comes after {ids[position - 1]} in {ids}; "

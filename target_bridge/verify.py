@@ -9,14 +9,11 @@ Exactness rests on details that are easily lost, so they are fixed here:
 
 * p and q are fp32 and q is the very distribution the tokens were drawn from, not a recomputation of it.
 * The comparison is strict, `u < p(x) / q(x)` with u in [0, 1): u = 0 does not accept a token the target
-excludes, and
-  p = q gives the ratio 1, which no u reaches.
+  excludes, and p = q gives the ratio 1, which no u reaches.
 * A residual without mass is never sampled. In exact arithmetic a refusal implies mass; rounding can leave
-none when p
-  and q agree to the last bits, and then the next token is drawn from p.
+  none when p and q agree to the last bits, and then the next token is drawn from p.
 * Uniforms are arguments: seeds live with the caller, and equal uniforms give equal tokens. Draws run on the
-CPU, where
-  sums have one order.
+  CPU, where sums have one order.
 
 What ends a text (EOS, length) is the caller's business. Letters: `K` proposed tokens at most, `V` vocabulary.
 """
@@ -43,8 +40,7 @@ class Verdict:
         accepted: How many proposed tokens are kept, 0..proposed: a prefix.
         next_token: The token after them: a correction if one was refused, a bonus if all were kept.
         accept_probabilities: min(1, p(x) / q(x)) of each proposed slot, given that the slots before it were
-        kept;
-            at temperature 0 either 0 or 1.
+            kept; at temperature 0 either 0 or 1.
     """
 
     accepted: int
@@ -64,17 +60,16 @@ def verify(
 
     Args:
         target_logits: fp32 [K+1, V]: row k is the target's for slot k, row K the one after all slots. Rows
-        after
-            `proposed` are ignored.
-        draft_probs: fp32 [K, V]: row k is the distribution that token k was drawn from. Unused at
-        temperature 0. draft_tokens: int [K]. uniforms: [K+1] in [0, 1): number k decides slot k, number K
-        draws the next token. Unused at temperature 0. temperature: 0 means the largest logit (the first of
-        equals) with certainty. proposed: How many of the K slots were proposed; all when not given.
+            after `proposed` are ignored.
+        draft_probs: fp32 [K, V]: row k is the distribution that token k was drawn from. Unused at temperature 0.
+        draft_tokens: int [K].
+        uniforms: [K+1] in [0, 1): number k decides slot k, number K draws the next token. Unused at temperature 0.
+        temperature: 0 means the largest logit (the first of equals) with certainty.
+        proposed: How many of the K slots were proposed; all when not given.
 
     Raises:
         VerifyError: shapes that do not fit, a dtype other than fp32, a token outside the vocabulary or with
-        q = 0, a
-            uniform outside [0, 1), logits or probabilities that are not finite where they must be.
+            q = 0, a uniform outside [0, 1), logits or probabilities that are not finite where they must be.
     """
     slots = len(draft_tokens)
     proposed = slots if proposed is None else int(proposed)
@@ -115,8 +110,7 @@ def softmax_temperature(logits: torch.Tensor, temperature: float) -> torch.Tenso
     if not bool(torch.isfinite(largest).all()):  # amax passes NaN on
         rows = (~torch.isfinite(largest[..., 0])).nonzero()
         raise VerifyError(
-            f"target logits of row {rows[0].tolist() if rows.numel() else 0} are NaN, infinite or exclude "
-            "every token"
+            f"target logits of row {rows[0].tolist() if rows.numel() else 0} are NaN, infinite or exclude every token"
         )
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
@@ -213,9 +207,7 @@ def _check_shapes(
             raise VerifyError(f"{what} are {tensor.dtype}; verification is exact only in float32")
     for slot, token in enumerate(tokens[:proposed]):
         if not 0 <= token < vocab_size:
-            raise VerifyError(
-                f"draft token {token} of slot {slot} is outside the vocabulary 0..{vocab_size - 1}"
-            )
+            raise VerifyError(f"draft token {token} of slot {slot} is outside the vocabulary 0..{vocab_size - 1}")
     for position, number in enumerate(numbers):
         if not 0.0 <= number < 1.0:
             raise VerifyError(f"uniform number {position} is {number!r}, outside [0, 1)")

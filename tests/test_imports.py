@@ -1,4 +1,4 @@
-"""The direction of imports: train -> target_bridge -> draft_jax (for the batch type only), and nothing the other way."""
+"""The direction of imports: train -> target_bridge -> draft_jax (for the batch type only); nothing the other way."""
 
 import ast
 import subprocess

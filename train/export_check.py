@@ -71,9 +71,7 @@ def check_export(folder: str | Path, target_info: Any = None) -> list[Check]:
     except (OSError, ValueError, struct.error) as error:
         checks.add("files", False, f"cannot read the export: {error}")
         return checks.items
-    checks.add(
-        "files", True, f"config.json and {WEIGHTS}, {sum(_size(e) for e in header.values()) / 2**20:.1f} MiB"
-    )
+    checks.add("files", True, f"config.json and {WEIGHTS}, {sum(_size(e) for e in header.values()) / 2**20:.1f} MiB")
     _check_declarations(checks, raw)
     try:
         config = DraftConfig.from_hf(raw)
@@ -119,9 +117,7 @@ class _Checks:
 def _check_declarations(checks: _Checks, raw: Mapping[str, Any]) -> None:
     """What can be said of config.json before it is understood."""
     nested = raw.get("dflash_config") or {}
-    checks.add(
-        "no auto_map", "auto_map" not in raw, "absent" if "auto_map" not in raw else "present: remove it"
-    )
+    checks.add("no auto_map", "auto_map" not in raw, "absent" if "auto_map" not in raw else "present: remove it")
     checks.add(
         "model_type",
         raw.get("model_type") == "qwen3",
@@ -129,9 +125,7 @@ def _check_declarations(checks: _Checks, raw: Mapping[str, Any]) -> None:
     )
     names = raw.get("architectures") or []
     checks.add("architectures", len(names) == 1 and names[0] in ARCHITECTURES, f"{names}")
-    checks.add(
-        "projector_type", nested.get("projector_type") == "dspark", f"{nested.get('projector_type')!r}"
-    )
+    checks.add("projector_type", nested.get("projector_type") == "dspark", f"{nested.get('projector_type')!r}")
     wrong = [
         f"{key}: nested {nested.get(key, 'absent')!r}, top level {raw.get(key, 'absent')!r}"
         for key in DOUBLED_KEYS
@@ -144,9 +138,7 @@ def _check_declarations(checks: _Checks, raw: Mapping[str, Any]) -> None:
         f"missing at the top level: {', '.join(explicit)}" if explicit
         else "head_dim, block_size, num_target_layers",
     )  # fmt: skip
-    checks.add(
-        "sample_from_anchor", raw.get("sample_from_anchor") is True, f"{raw.get('sample_from_anchor')!r}"
-    )
+    checks.add("sample_from_anchor", raw.get("sample_from_anchor") is True, f"{raw.get('sample_from_anchor')!r}")
     _check_rope(checks, raw)
     layers, types = raw.get("num_hidden_layers"), raw.get("layer_types") or []
     sliding_ok = "sliding_attention" not in types or _is_int(raw.get("sliding_window"))
@@ -157,9 +149,7 @@ def _check_rope(checks: _Checks, raw: Mapping[str, Any]) -> None:
     """Old readers take `rope_theta` + `rope_scaling`, new ones `rope_parameters`; they must say the same."""
     parameters, scaling = raw.get("rope_parameters"), raw.get("rope_scaling") or {}
     if "rope_theta" not in raw or "rope_scaling" not in raw or not isinstance(parameters, Mapping):
-        missing = [
-            key for key in ("rope_theta", "rope_scaling", "rope_parameters") if raw.get(key, ...) is ...
-        ]
+        missing = [key for key in ("rope_theta", "rope_scaling", "rope_parameters") if raw.get(key, ...) is ...]
         checks.add("rope, both forms", False, f"missing {', '.join(missing) or 'rope_parameters'}")
         return
     new = dict(parameters)
@@ -191,9 +181,7 @@ def _check_values(checks: _Checks, raw: Mapping[str, Any], config: DraftConfig) 
         "mask_token_id", _is_int(raw.get("mask_token_id")) and 0 <= config.mask_token_id < config.vocab_size,
         f"{config.mask_token_id} below vocab_size {config.vocab_size}",
     )  # fmt: skip
-    checks.add(
-        "block_size", raw.get("block_size") == config.block_size, f"{config.block_size} proposals a round"
-    )
+    checks.add("block_size", raw.get("block_size") == config.block_size, f"{config.block_size} proposals a round")
     checks.add(
         "confidence head", config.enable_confidence_head,
         "trained, written in fp32" if config.enable_confidence_head

@@ -26,15 +26,14 @@ Series = tuple[str, Sequence[float], Sequence[float]]
 SERIES_COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626")
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color:
-#1f2937;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1f2937;
        background: #fff; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-table { border-collapse: collapse; margin: .5rem 0; } th, td { padding: .2rem .7rem; border-bottom: 1px solid
-#e5e7eb; } th { text-align: left; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; margin: .5rem 0; } th, td { padding: .2rem .7rem; border-bottom: 1px solid #e5e7eb; }
+th { text-align: left; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .error { background: #fee2e2; border-left: 4px solid #dc2626; padding: .5rem 1rem; }
-.sample { white-space: pre-wrap; border: 1px solid #e5e7eb; border-radius: 6px; padding: .6rem; margin: .4rem
-0; } .prompt { color: #6b7280; white-space: pre-wrap; }
+.sample { white-space: pre-wrap; border: 1px solid #e5e7eb; border-radius: 6px; padding: .6rem; margin: .4rem 0; }
+.prompt { color: #6b7280; white-space: pre-wrap; }
 pre { background: #f3f4f6; padding: .7rem; overflow-x: auto; }
 svg { max-width: 100%; height: auto; }
 """
@@ -126,9 +125,7 @@ def _training_section(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     curves = {"loss": "Loss", "tau_probabilistic": "Expected accept length in training (tau)"}
     charts = []
     for name, label in curves.items():
-        points = [
-            (row["step"], row[name]) for row in rows if _finite(row.get("step")) and _finite(row.get(name))
-        ]
+        points = [(row["step"], row[name]) for row in rows if _finite(row.get("step")) and _finite(row.get(name))]
         if points:
             charts.append(line_chart(label, "optimizer step", [_series(name, points)]))
     return ["<h2>Training</h2>", *charts] if charts else []
@@ -142,9 +139,7 @@ def _evaluation_section(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     out = ["<h2>Evaluation</h2>"]
     for name, result in zip(names, results):
         if result.get("error"):
-            out.append(
-                f'<p class="error"><b>{html.escape(name)}: {html.escape(str(result["error"]))}</b></p>'
-            )
+            out.append(f'<p class="error"><b>{html.escape(name)}: {html.escape(str(result["error"]))}</b></p>')
     figures = [
         ("accept length (bonus included, per round)", "accept_length"),
         ("accept length, mean over samples", "accept_length_sample_mean"),
@@ -158,9 +153,7 @@ def _evaluation_section(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         ("draft's share of the time", "draft_share"),
         ("equal to plain greedy decoding", "identical_to_plain"),
     ]
-    out.append(
-        _html_table([("", *names), *((label, *(r.get(key) for r in results)) for label, key in figures)])
-    )
+    out.append(_html_table([("", *names), *((label, *(r.get(key) for r in results)) for label, key in figures)]))
     for key, label in (("survival", "Survival: slots 0..k all accepted"),
                        ("conditional", "Conditional acceptance of slot k")):  # fmt: skip
         series = []
@@ -193,10 +186,7 @@ def _sample_section(samples: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{html.escape(str(piece['text']))}</span>"
             for piece in sample["pieces"]
         )
-        out.append(
-            f'<div class="sample"><div class="prompt">{html.escape(str(sample["prompt"]))}</div>'
-            f"{pieces}</div>"
-        )
+        out.append(f'<div class="sample"><div class="prompt">{html.escape(str(sample["prompt"]))}</div>{pieces}</div>')
     return out
 
 

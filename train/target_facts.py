@@ -33,9 +33,7 @@ class TargetFacts:
         text = dict(config.get("text_config") or config)
         keys = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
         if missing := [key for key in keys if key not in text]:
-            raise ValueError(
-                f"the config of target {name} lacks {', '.join(missing)}: is it a causal language model?"
-            )
+            raise ValueError(f"the config of target {name} lacks {', '.join(missing)}: is it a causal language model?")
         hidden, layers, vocab, length = (int(text[key]) for key in keys)
         return cls(name, hidden, layers, vocab, length, text)
 

@@ -71,8 +71,7 @@ def block_attention(
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"attention implementation {implementation!r} is unknown; available: "
-            f"{', '.join(sorted(IMPLEMENTATIONS))}"
+            f"attention implementation {implementation!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}"
         )
     return IMPLEMENTATIONS[implementation](
         q, k_context, v_context, k_block, v_block, anchors, starts, keep, context_valid

@@ -33,9 +33,7 @@ def block_attention(
     block_scores = product("bgnkrc,bnjgc->bgnkrj", q, k_block) * scale  # diagonal blocks only
 
     index = jnp.arange(L)
-    visible = (
-        (index >= starts[..., None]) & (index < anchors[..., None]) & context_valid[:, None, :]
-    )  # [B, N, L]
+    visible = (index >= starts[..., None]) & (index < anchors[..., None]) & context_valid[:, None, :]  # [B, N, L]
     context_scores = jnp.where(visible[:, None, :, None, None, :], context_scores, -jnp.inf)
 
     # One softmax over both key sets. Its own block is always visible, so the maximum is finite.

@@ -153,9 +153,7 @@ class Drafter:
                 f"anchor_token {tokens.tolist()} must be {self.batch} id(s) below {self.config.vocab_size}"
             )
         if numbers.shape != (self.batch, self.config.block_size):
-            raise ValueError(
-                f"uniforms has shape {numbers.shape}, expected {(self.batch, self.config.block_size)}"
-            )
+            raise ValueError(f"uniforms has shape {numbers.shape}, expected {(self.batch, self.config.block_size)}")
         return self._programs.propose(
             self._params,
             self._frozen,
@@ -250,6 +248,4 @@ def _compile(
         )
         .compile()
     )
-    return _Programs(
-        {width: extend_program(width) for width in {narrow, max(narrow, prefill_width)}}, propose_program
-    )
+    return _Programs({width: extend_program(width) for width in {narrow, max(narrow, prefill_width)}}, propose_program)

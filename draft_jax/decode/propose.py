@@ -1,5 +1,4 @@
-"""The mathematics of decoding: a cache of context keys and values, its extension, and a proposal read from
-it."""
+"""The mathematics of decoding: a cache of context keys and values, its extension, and a proposal read from it."""
 
 from __future__ import annotations
 
@@ -58,9 +57,7 @@ def new_cache(config: DraftConfig, batch: int, max_context: int, dtype: DTypeLik
         dtype: the compute dtype.
     """
     shape = (config.num_hidden_layers, batch, max_context, config.num_key_value_heads, config.head_dim)
-    return ContextCache(
-        k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), length=jnp.zeros((batch,), jnp.int32)
-    )
+    return ContextCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), length=jnp.zeros((batch,), jnp.int32))
 
 
 def extend(
@@ -157,9 +154,7 @@ def propose(
     return Proposal(tokens=tokens, probs=probs, confidence_logits=confidence, hidden=hidden)
 
 
-def token_distribution(
-    logits: Float32[Array, "*rows V"], temperature: Float[Array, ""]
-) -> Float32[Array, "*rows V"]:
+def token_distribution(logits: Float32[Array, "*rows V"], temperature: Float[Array, ""]) -> Float32[Array, "*rows V"]:
     """`softmax(logits / temperature)` in fp32; one-hot at the largest logit when the temperature is 0."""
     greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
     cold = temperature <= 0

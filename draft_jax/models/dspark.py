@@ -38,9 +38,7 @@ class SelfAttention(nnx.Module):
     The same `k_proj`, `v_proj` and `k_norm` serve the block's own rows and the injected context.
     """
 
-    def __init__(
-        self, config: DraftConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, config: DraftConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         D, C = config.hidden_size, config.head_dim
         query, kv = config.num_attention_heads * C, config.num_key_value_heads * C
         linear = functools.partial(
@@ -75,9 +73,7 @@ class SelfAttention(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and SwiGLU. Only block rows pass through `input_layernorm`; the context does not."""
 
-    def __init__(
-        self, config: DraftConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, config: DraftConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, param_dtype=param_dtype)
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = SelfAttention(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -131,9 +127,7 @@ class DSparkDraft(nnx.Module):
         self.norm = RMSNorm(D, eps=config.rms_norm_eps, **options)
         self.markov = MarkovHead(config, rngs=rngs, **options) if config.markov_rank else None
         self.confidence = (
-            ConfidenceHead(config, param_dtype=param_dtype, rngs=rngs)
-            if config.enable_confidence_head
-            else None
+            ConfidenceHead(config, param_dtype=param_dtype, rngs=rngs) if config.enable_confidence_head else None
         )
 
     @property

@@ -22,9 +22,7 @@ def vocabulary_logits(
     The product runs over all `W` rows of a padded head and is cut afterwards: cutting the head first would
     copy it.
     """
-    logits = jnp.einsum(
-        "...d,vd->...v", hidden, lm_head.astype(hidden.dtype), preferred_element_type=jnp.float32
-    )
+    logits = jnp.einsum("...d,vd->...v", hidden, lm_head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     return logits[..., :vocab_size]
 
 
@@ -97,9 +95,7 @@ class MarkovHead(nnx.Module):
         return carry, self._memoryless(hidden, embedding)
 
     @jax.named_scope("markov_states")
-    def states(
-        self, hidden: Float[Array, "*blocks K D"], prev: Int[Array, "*blocks K"]
-    ) -> Float[Array, "*blocks K R"]:
+    def states(self, hidden: Float[Array, "*blocks K D"], prev: Int[Array, "*blocks K"]) -> Float[Array, "*blocks K R"]:
         """`z` of every slot of every block, given the true previous tokens (training)."""
         embedding = self.embed(prev)
         if self.kind != "rnn":
@@ -126,9 +122,7 @@ class MarkovHead(nnx.Module):
 
     def _rnn_step(self, state: Any, inputs: Array) -> tuple[Any, Array]:
         kernel = self.joint_proj.kernel[...][: self.rank].astype(self.dtype)
-        recurrent = jnp.einsum(
-            "...i,io->...o", state.astype(self.dtype), kernel, preferred_element_type=jnp.float32
-        )
+        recurrent = jnp.einsum("...i,io->...o", state.astype(self.dtype), kernel, preferred_element_type=jnp.float32)
         gate, candidate, output = jnp.split(inputs + recurrent, 3, axis=-1)
         gate = jax.nn.sigmoid(gate)
         # z reads the state from before this slot; the new one serves the next slot only.
@@ -170,11 +164,7 @@ class ConfidenceHead(nnx.Module):
         if (prev_embedding is not None) != self.with_markov:
             raise ValueError(
                 "the confidence head was configured "
-                + (
-                    "with Markov features: pass prev_embedding"
-                    if self.with_markov
-                    else "without Markov features"
-                )
+                + ("with Markov features: pass prev_embedding" if self.with_markov else "without Markov features")
             )
         features = hidden.astype(jnp.float32)
         if prev_embedding is not None:

@@ -1,7 +1,6 @@
 """Metrics of the objective as unreduced sums, and the scalars they become (dspark_spec 2.4).
 
-Every entry of `Sums` is a numerator or a denominator: adding the sums of chunks, micro-steps or devices gives
-    the
+Every entry of `Sums` is a numerator or a denominator: adding the sums of chunks, micro-steps or devices gives the
 sums of all of them, and only `finalize` divides.
 """
 

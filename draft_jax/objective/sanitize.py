@@ -48,8 +48,7 @@ def sanitize(batch: DraftBatch, *, enabled: bool = True) -> Sanitized:
     """Mask out positions whose target states are not finite (design 4).
 
     Zeroing comes first: masked attention still multiplies a masked value by 0, and 0 times NaN is NaN. What
-        stands
-    in padding is zeroed as well, but not counted.
+    stands in padding is zeroed as well, but not counted.
 
     Args:
         batch: as captured.

@@ -124,9 +124,7 @@ def test_case_t15_keys_seen(name):
     """Length 12, block 4, anchors 3 and 5: 7 and 9 keys, none of the other block (counted through the
     values)."""
     length, anchors = 12, np.array([[3, 5]])
-    q = np.zeros(
-        (1, 2, 4, 1, 16), np.float32
-    )  # all scores equal: the output is the mean of the visible values
+    q = np.zeros((1, 2, 4, 1, 16), np.float32)  # all scores equal: the output is the mean of the visible values
     k_context, k_block = np.zeros((1, length, 1, 16), np.float32), np.zeros_like(q)
     # The value of key i is the unit vector i; block 0's slots share unit 12, block 1's share unit 13.
     unit = np.eye(16, dtype=np.float32)

@@ -201,9 +201,7 @@ def test_every_layout_reads_back(layout, changes):
 
 
 def test_our_export_keeps_every_field():
-    config = tiny_config(
-        target_name="some/target", num_anchors=77, initializer_range=0.01, rope_scaling=LLAMA3
-    )
+    config = tiny_config(target_name="some/target", num_anchors=77, initializer_range=0.01, rope_scaling=LLAMA3)
     changed = {
         field.name
         for field in dataclasses.fields(config)

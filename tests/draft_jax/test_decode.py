@@ -59,9 +59,7 @@ def test_hidden_of_a_decoded_block_is_that_of_training(kind):
     batch = random_batch(config, [[15]], 15)
     anchors = [[3, 9, 12]]
     blocks = blocks_at(batch, anchors, config)
-    trained = jax.jit(lambda p: bind(config, p, jnp.float32)(batch, blocks, frozen, jnp.ones((1, 15), bool)))(
-        params
-    )
+    trained = jax.jit(lambda p: bind(config, p, jnp.float32)(batch, blocks, frozen, jnp.ones((1, 15), bool)))(params)
     drafter = make(kind)
     states = np.asarray(batch.context_hidden)
     done = 0
@@ -125,10 +123,7 @@ def distributions_by_hand(kind, hidden, anchor, tokens, temperature):
     if config.markov_rank:
         prev = jnp.asarray([anchor, *tokens[:-1]], jnp.int32)
         markov = bind(config, params, jnp.float32).markov
-        logits = (
-            logits
-            + np.asarray(markov.states(hidden, prev), np.float64) @ np.asarray(markov.w2(), np.float64).T
-        )
+        logits = logits + np.asarray(markov.states(hidden, prev), np.float64) @ np.asarray(markov.w2(), np.float64).T
     if temperature == 0:
         return np.eye(V)[logits.argmax(-1)]
     scaled = logits / temperature

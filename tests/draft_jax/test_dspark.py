@@ -30,9 +30,7 @@ def forward(params, batch, blocks, frozen, valid, config=CONFIG, dtype=jnp.float
 def hidden_of(batch, anchors, keep=None, valid=None, params=None, **options):
     valid = jnp.ones(batch.input_ids.shape, bool) if valid is None else jnp.asarray(valid)
     params = params_of() if params is None else params
-    return np.asarray(
-        forward(params, batch, blocks_at(batch, anchors, CONFIG, keep), FROZEN, valid, **options)
-    )
+    return np.asarray(forward(params, batch, blocks_at(batch, anchors, CONFIG, keep), FROZEN, valid, **options))
 
 
 def changed(batch, positions, **fields):
@@ -97,9 +95,7 @@ def test_packed_documents_equal_documents_alone():
     alone = []
     for begin, (length, anchors) in where.items():
         batch = random_batch(CONFIG, [[length]], 20)
-        fields = {
-            name: np.array(getattr(batch, name)) for name in ("input_ids", "context_hidden", "last_hidden")
-        }
+        fields = {name: np.array(getattr(batch, name)) for name in ("input_ids", "context_hidden", "last_hidden")}
         for name, field in fields.items():
             field[:, :length] = getattr(packed, name)[:, begin : begin + length]
         batch = dataclasses.replace(batch, **{name: jnp.asarray(field) for name, field in fields.items()})
@@ -188,9 +184,7 @@ def test_every_layer_projects_the_same_features_without_its_input_norm():
     plain = context_keys_values(params_of(), batch)
     assert [k.shape for k, _ in plain] == [(1, 12, 2, 8)] * 2
     other = perturbed(params_of(), "layers", "1", "input_layernorm", "scale")
-    for got, want in zip(
-        jax.tree.leaves(context_keys_values(other, batch)), jax.tree.leaves(plain), strict=True
-    ):
+    for got, want in zip(jax.tree.leaves(context_keys_values(other, batch)), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(got, want)
     # Values by hand: RMSNorm of the projected taps, through the layer's own v_proj.
     taps = np.asarray(batch.context_hidden, np.float64)
@@ -239,16 +233,12 @@ def test_bf16_computes_in_bf16_with_fp32_rotary_angles():
     assert np.abs(hidden.astype(np.float32) - exact).mean() < 0.02
 
     blocks, valid = blocks_at(batch, [[3, 7]], CONFIG), jnp.ones((1, 12), bool)
-    traced = jax.make_jaxpr(lambda p: bind(CONFIG, p, jnp.bfloat16)(batch, blocks, FROZEN, valid))(
-        params_of()
-    )
+    traced = jax.make_jaxpr(lambda p: bind(CONFIG, p, jnp.bfloat16)(batch, blocks, FROZEN, valid))(params_of())
     kinds: dict[str, set[str]] = {}
 
     def walk(jaxpr):
         for equation in jaxpr.eqns:
-            kinds.setdefault(equation.primitive.name, set()).update(
-                str(v.aval.dtype) for v in equation.invars
-            )
+            kinds.setdefault(equation.primitive.name, set()).update(str(v.aval.dtype) for v in equation.invars)
             for value in equation.params.values():
                 if hasattr(getattr(value, "jaxpr", value), "eqns"):
                     walk(getattr(value, "jaxpr", value))

@@ -61,9 +61,7 @@ def test_states_and_step(head):
     np.testing.assert_allclose(z, expected, atol=1e-5)
     assert draft.markov.w2().shape == (31, R)
     np.testing.assert_array_equal(draft.markov.w2(), params["markov_w2"]["embedding"])
-    np.testing.assert_array_equal(
-        draft.markov.embed(prev), np.asarray(params["markov_w1"]["embedding"])[prev]
-    )
+    np.testing.assert_array_equal(draft.markov.embed(prev), np.asarray(params["markov_w1"]["embedding"])[prev])
 
     carry = draft.markov.initial_carry((BLOCKS,))
     step = jax.jit(draft.markov.step)

@@ -40,13 +40,9 @@ def test_rms_norm_statistics_are_fp32():
 def test_swiglu():
     mlp = SwiGLU(6, 10, init_std=0.5, dtype=jnp.float32, rngs=RNGS)
     x = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
-    gate, up, down = (
-        np.asarray(p.kernel[...], np.float64) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    )
+    gate, up, down = (np.asarray(p.kernel[...], np.float64) for p in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     z = x @ gate
-    np.testing.assert_allclose(
-        mlp(jnp.asarray(x)), (z / (1 + np.exp(-z)) * (x @ up)) @ down, rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), (z / (1 + np.exp(-z)) * (x @ up)) @ down, rtol=1e-5, atol=1e-6)
 
 
 def test_embedding_gradient_is_not_rounded_to_the_compute_dtype():

@@ -51,9 +51,7 @@ def write(folder, tensors, config=CONFIG, layout=DraftConfig.to_hf, prefix="", s
         part = dict(list(named.items())[i::shards])
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
@@ -69,8 +67,7 @@ def test_table_config_and_module_agree(kind):
     expected = config.parameter_shapes()
     assert sorted(rule.name for rule in rules) == sorted(expected)
     module = {
-        path_name(path): leaf.shape
-        for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(config))
+        path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(config))
     }
     assert sorted("/".join(rule.path) for rule in rules) == sorted(module)
     for rule in rules:
@@ -115,9 +112,7 @@ def test_round_trip_is_bit_equal(kind):
             leaf = np.asarray(leaf).astype(dtype)
             assert tensor.dtype == dtype
             assert tensor.flags.c_contiguous
-            np.testing.assert_array_equal(
-                bits(tensor), bits(np.ascontiguousarray(leaf.T if rule.transpose else leaf))
-            )
+            np.testing.assert_array_equal(bits(tensor), bits(np.ascontiguousarray(leaf.T if rule.transpose else leaf)))
         again = weights.to_torch_layout(weights.from_torch_layout(tensors, config), config, dtype)
         for name, tensor in tensors.items():
             np.testing.assert_array_equal(bits(again[name]), bits(tensor), err_msg=name)
@@ -137,9 +132,7 @@ def test_reloaded_draft_computes_the_same_bits(tmp_path):
         draft = bind(CONFIG, params, jnp.float32)
         hidden = draft(batch, blocks, frozen, jnp.ones((1, 12), bool))
         bias = draft.markov.states(hidden, blocks.prev) @ draft.markov.w2().T
-        return hidden @ frozen.lm_head[:31].T + bias, draft.confidence(
-            hidden, draft.markov.embed(blocks.prev)
-        )
+        return hidden @ frozen.lm_head[:31].T + bias, draft.confidence(hidden, draft.markov.embed(blocks.prev))
 
     for got, want in zip(logits(loaded), logits(rounded), strict=True):
         np.testing.assert_array_equal(bits(got), bits(want))
@@ -147,15 +140,11 @@ def test_reloaded_draft_computes_the_same_bits(tmp_path):
 
 def test_parameters_of_another_draft_are_refused_by_name():
     params = random_params(CONFIG)
-    with pytest.raises(
-        weights.WeightsError, match=r"lack markov/gate_proj/kernel \(tensor markov_head\.gate_proj"
-    ):
+    with pytest.raises(weights.WeightsError, match=r"lack markov/gate_proj/kernel \(tensor markov_head\.gate_proj"):
         weights.to_torch_layout(params, KINDS["gated"])
     with pytest.raises(weights.WeightsError, match=r"parameters hold .*layers/1/"):
         weights.to_torch_layout(params, tiny_config(num_hidden_layers=1))
-    with pytest.raises(
-        weights.WeightsError, match=r"wrong shape: fc\.weight \[24, 72\], expected \[24, 48\]"
-    ):
+    with pytest.raises(weights.WeightsError, match=r"wrong shape: fc\.weight \[24, 72\], expected \[24, 48\]"):
         weights.to_torch_layout(params, tiny_config(target_layer_ids=(0, 2)))
 
 
@@ -211,9 +200,7 @@ def test_a_wrong_shape_is_named(tmp_path):
     tensors = tensors_of()
     # The transpose: the mistake of an exporter that writes kernels as they are in memory.
     tensors["fc.weight"] = np.ascontiguousarray(tensors["fc.weight"].T)
-    with pytest.raises(
-        weights.WeightsError, match=r"wrong shape: fc\.weight \[72, 24\], expected \[24, 72\]"
-    ):
+    with pytest.raises(weights.WeightsError, match=r"wrong shape: fc\.weight \[72, 24\], expected \[24, 72\]"):
         weights.load_folder(write(tmp_path / "draft", tensors))
 
 
@@ -221,18 +208,14 @@ def test_a_wrong_shape_is_named(tmp_path):
 def test_a_wrong_dtype_is_named(dtype):
     tensors = tensors_of()
     tensors["norm.weight"] = tensors["norm.weight"].astype(dtype)
-    with pytest.raises(
-        weights.WeightsError, match=rf"norm\.weight has dtype {np.dtype(dtype).name}; expected one of"
-    ):
+    with pytest.raises(weights.WeightsError, match=rf"norm\.weight has dtype {np.dtype(dtype).name}; expected one of"):
         weights.from_torch_layout(tensors, CONFIG)
 
 
 def test_two_names_for_one_tensor_are_refused():
     tensors = tensors_of()
     tensors["model.norm.weight"] = tensors["norm.weight"]
-    with pytest.raises(
-        weights.WeightsError, match=r"norm\.weight and model\.norm\.weight are both norm\.weight"
-    ):
+    with pytest.raises(weights.WeightsError, match=r"norm\.weight and model\.norm\.weight are both norm\.weight"):
         weights.from_torch_layout(tensors, CONFIG)
 
 

@@ -41,9 +41,7 @@ def arrays(reference):
         "loss_mask": np.ones((1, LENGTH), np.int32),
         "positions": np.arange(LENGTH, dtype=np.int32)[None],
         "document_start": np.zeros((1, LENGTH), np.int32),
-        "context_hidden": (5 * rng.normal(size=(1, LENGTH, spec.num_taps * spec.hidden_size))).astype(
-            np.float32
-        ),
+        "context_hidden": (5 * rng.normal(size=(1, LENGTH, spec.num_taps * spec.hidden_size))).astype(np.float32),
         "last_hidden": rng.normal(size=(1, LENGTH, spec.hidden_size)).astype(np.float32),
     }
 
@@ -51,9 +49,7 @@ def arrays(reference):
 @pytest.fixture(scope="module")
 def embedding(reference):
     spec = reference.spec
-    return (0.1 * np.random.default_rng(1).normal(size=(spec.vocab_size, spec.hidden_size))).astype(
-        np.float32
-    )
+    return (0.1 * np.random.default_rng(1).normal(size=(spec.vocab_size, spec.hidden_size))).astype(np.float32)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ def compare(found, expected):
 
 @pytest.mark.parametrize(
     ("heads", "implementation"),
-    [(heads, "chunked") for heads in ("vanilla", "gated", "rnn", "none", "vanilla_only")]
-    + [("rnn", "reference")],
+    [(heads, "chunked") for heads in ("vanilla", "gated", "rnn", "none", "vanilla_only")] + [("rnn", "reference")],
 )
 def test_gradients(make_case, gradients_of, heads, implementation):
     """The whole objective; every tensor has a gradient to compare."""
@@ -56,9 +55,7 @@ def test_states_that_are_not_finite(make_case, gradients_of):
 
     def numerator(params, frozen, batch):
         config = ObjectiveConfig(num_anchors=16, chunk_rows=64)
-        return loss.training_loss_sums(
-            params, frozen, batch, jax.random.key(0), case.config, config, dtype=np.float32
-        )
+        return loss.training_loss_sums(params, frozen, batch, jax.random.key(0), case.config, config, dtype=np.float32)
 
     program = jax.jit(jax.value_and_grad(numerator, has_aux=True))
     (value, found), grads = program(case.params, case.frozen, broken.batch)
@@ -85,8 +82,6 @@ def test_gradients_of_one_term(make_case, gradients_of, options):
     expected = gradients_of(case, case.sums(objective).numerator(objective))
     numerator, _, found = case.objective(ObjectiveConfig(num_anchors=4, chunk_rows=5, **options))
     compare(found, expected)
-    np.testing.assert_allclose(
-        numerator, float(case.sums(objective).numerator(objective).detach()), rtol=1e-5
-    )
+    np.testing.assert_allclose(numerator, float(case.sums(objective).numerator(objective).detach()), rtol=1e-5)
     assert bool(expected["fc.weight"].any()) == (not objective.confidence_detach)
     assert bool(expected["confidence_head.proj.bias"].any()) == (objective.confidence_alpha > 0)

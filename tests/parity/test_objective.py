@@ -45,8 +45,7 @@ def compare(numerator, sums, reference, objective=None):
 
 @pytest.mark.parametrize(
     ("heads", "implementation"),
-    [(heads, "chunked") for heads in ("vanilla", "gated", "rnn", "none", "vanilla_only")]
-    + [("rnn", "reference")],
+    [(heads, "chunked") for heads in ("vanilla", "gated", "rnn", "none", "vanilla_only")] + [("rnn", "reference")],
 )
 def test_terms_and_metrics(make_case, heads, implementation):
     case = make_case(heads)
@@ -87,9 +86,7 @@ def test_packed_row_equals_its_documents(make_case):
         row = case.rows[1]
         part = {name: value[first:end] for name, value in vars(row).items()}
         part["document_start"] = part["document_start"] - first
-        inside = [
-            p - first for p, k in zip(case.anchors[1], case.keep[1], strict=True) if k and first <= p < end
-        ]
+        inside = [p - first for p, k in zip(case.anchors[1], case.keep[1], strict=True) if k and first <= p < end]
         rows.append(type(row)(**part))
         anchors.append(inside)
         keep.append([True] * len(inside))

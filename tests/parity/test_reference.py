@@ -68,9 +68,7 @@ def test_t16_labels_and_weights():
     assert block.valid == [True, True, False, False]
     assert block.target_rows == [5, 6, 7, 8]
     full = dataclasses.replace(row, loss_mask=torch.ones(12))
-    assert label_block(full, 5, True, 4, gamma=7.0).weight == pytest.approx(
-        [1, 0.866878, 0.751477, 0.651439], abs=1e-6
-    )
+    assert label_block(full, 5, True, 4, gamma=7.0).weight == pytest.approx([1, 0.866878, 0.751477, 0.651439], abs=1e-6)
     # DeepSpec's rule (both ends supervised) refuses 4 and 9, which T16 makes eligible; both refuse 7.
     assert candidates(row, supervised_anchors_only=True) == [5, 6, 10]
     assert candidates(row, supervised_anchors_only=False) == [4, 5, 6, 9, 10]
@@ -218,9 +216,7 @@ def test_backbone_equals_transformers_qwen3():
             # Queries of the context rows are computed too and thrown away; the block rows see all keys.
             out, _ = attention(everything, position_embeddings=angles, attention_mask=None)
             h = h + out[0, anchor:]
-            h = h + hf(qwen3.Qwen3MLP, layer.mlp, config)(
-                hf(qwen3.Qwen3RMSNorm, layer.post_attention_layernorm, 16)(h)
-            )
+            h = h + hf(qwen3.Qwen3MLP, layer.mlp, config)(hf(qwen3.Qwen3RMSNorm, layer.post_attention_layernorm, 16)(h))
         expected = hf(qwen3.Qwen3RMSNorm, model.norm, 16)(h)
         ours = model.block_hidden(row, [anchor], [True], embedding)[0]
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)

@@ -39,9 +39,7 @@ def reference_run(case: Case, objective: ReferenceObjective):
         def sums():
             rows = torch_rows(arrays)
             anchors = [candidates(row, objective.supervised_anchors_only) or [0] for row in rows]
-            keep = [
-                [bool(row.loss_mask.any())] * len(found) for row, found in zip(rows, anchors, strict=True)
-            ]
+            keep = [[bool(row.loss_mask.any())] * len(found) for row, found in zip(rows, anchors, strict=True)]
             return case.with_rows(rows, anchors, keep).sums(objective)
 
         return sums
@@ -76,9 +74,7 @@ def jax_run(case: Case, objective: ObjectiveConfig):
     )
     mesh = sharding.make_mesh(jax.devices()[:1])
     frozen = jax.device_put(case.frozen, sharding.replicated(mesh))
-    programs = step.compile_programs(
-        options, mesh, rows=3, length=LENGTH, frozen=frozen, hidden_dtype=jnp.float32
-    )
+    programs = step.compile_programs(options, mesh, rows=3, length=LENGTH, frozen=frozen, hidden_dtype=jnp.float32)
     run = state.new_state(case.config, options.optimizer, seed=0, mesh=mesh, params=case.params)
     accumulator, history = programs.accumulator, []
     for window in range(STEPS):

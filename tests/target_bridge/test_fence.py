@@ -96,9 +96,7 @@ def test_the_unfenced_control_fails(data, work):
     for _ in range(10):
         if any(not np.array_equal(a, b) for a, b in zip(unfenced(data, work), expected)):
             return
-    pytest.fail(
-        "overwriting the buffer of a running step never changed its result; the fence test tests nothing"
-    )
+    pytest.fail("overwriting the buffer of a running step never changed its result; the fence test tests nothing")
 
 
 def test_t25g_a_pool_is_released_only_when_jax_is_done(data, work):

@@ -212,9 +212,7 @@ def test_to_batch_views_the_slot_and_fits_a_program_compiled_ahead():
     for value in (1.0, 2.0, 3.0):
         with ring.lease() as slot:
             slot.fill(0, 0, torch.full((2, 4), value), torch.ones(2, 2))
-            rows = host_rows(
-                input_ids=np.array([[7, 7, 0], [0, 0, 0]]), loss_mask=np.eye(2, 3, dtype=np.int8)
-            )
+            rows = host_rows(input_ids=np.array([[7, 7, 0], [0, 0, 0]]), loss_mask=np.eye(2, 3, dtype=np.int8))
             batch = to_batch(slot, rows, sharding, vocab_size=8)
             rows.input_ids[:] = 99  # the iterator may reuse its memory
             sums, ids = program(batch)
@@ -306,9 +304,7 @@ def test_the_frozen_head_must_fit_together_and_be_replicated():
 def test_t25i_eight_devices():
     program = Path(__file__).with_name("eight_devices.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=300
-    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip().endswith("all checks passed")
 

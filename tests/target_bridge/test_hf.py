@@ -121,9 +121,7 @@ def test_a_ragged_batch_equals_each_document_alone(llama_folder, documents, budg
         alone = target.capture([ids])
         assert together.context_hidden[index].shape == (len(ids), 2 * 32)
         assert together.last_hidden[index].shape == (len(ids), 32)
-        torch.testing.assert_close(
-            together.context_hidden[index], alone.context_hidden[0], atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(together.context_hidden[index], alone.context_hidden[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(together.last_hidden[index], alone.last_hidden[0], atol=1e-5, rtol=1e-5)
 
 
@@ -206,11 +204,7 @@ def test_padding_is_spent_where_a_forward_costs_more():
     assert plan_groups(lengths, 16384, 599) == [[0, 1, 2], [3]]
     assert plan_groups(lengths, 16384, 0) == [[0], [1], [2], [3]]
     small, large = 135_000_000, 8_000_000_000
-    assert (
-        overhead_tokens("cuda", small)
-        > 10 * overhead_tokens("cuda", large)
-        > 10 * overhead_tokens("cpu", large)
-    )
+    assert overhead_tokens("cuda", small) > 10 * overhead_tokens("cuda", large) > 10 * overhead_tokens("cpu", large)
 
 
 # --- requests that are refused
@@ -334,9 +328,7 @@ def test_an_unreachable_hub_is_said(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        TargetError, match=r"nobody/no-such-model.*no such folder here, and the model hub cannot be"
-    ):
+    with pytest.raises(TargetError, match=r"nobody/no-such-model.*no such folder here, and the model hub cannot be"):
         load_hf_target("nobody/no-such-model", [1])
 
 
@@ -383,10 +375,7 @@ def test_unused_tensors_are_counted_and_printed(llama_folder, tmp_path, capsys):
     folder = shutil.copytree(llama_folder, tmp_path / "target")
     _edit(folder / "config.json", num_hidden_layers=4)
     load_hf_target(str(folder), [1])
-    assert (
-        "tensors in its files are not used by LlamaForCausalLM, e.g. model.layers.4"
-        in capsys.readouterr().out
-    )
+    assert "tensors in its files are not used by LlamaForCausalLM, e.g. model.layers.4" in capsys.readouterr().out
 
 
 # --- models whose numbers would mislead a draft
@@ -509,7 +498,5 @@ def test_other_families_load_and_agree_with_transformers(make_model, kind, docum
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for ids, context in zip(documents, capture.context_hidden):
         with torch.no_grad():
-            states = reference(
-                torch.as_tensor(ids[None].astype(np.int64)), output_hidden_states=True
-            ).hidden_states
+            states = reference(torch.as_tensor(ids[None].astype(np.int64)), output_hidden_states=True).hidden_states
         torch.testing.assert_close(context, torch.cat([states[1][0], states[4][0]], -1), atol=1e-4, rtol=1e-4)

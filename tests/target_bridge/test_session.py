@@ -20,10 +20,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def targets(make_model):
-    return {
-        kind: load_hf_target(str(make_model(kind, **changes)), [0, 2, 3])
-        for kind, changes in FAMILIES.items()
-    }
+    return {kind: load_hf_target(str(make_model(kind, **changes)), [0, 2, 3]) for kind, changes in FAMILIES.items()}
 
 
 def full_forward(target: HFTarget, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,9 +76,7 @@ def test_a_narrower_dtype_is_widened_exactly_and_a_wider_one_refused():
         assert torch.equal(contents(slot)[0][0, :2], values[0].float())
     with (
         make_ring(dtype=torch.bfloat16).lease() as slot,
-        pytest.raises(
-            StagingError, match=r"context states are torch.float32 .* torch.bfloat16, which would round"
-        ),
+        pytest.raises(StagingError, match=r"context states are torch.float32 .* torch.bfloat16, which would round"),
     ):
         slot.fill(0, 0, *states(2, 1.0))
 

@@ -34,9 +34,7 @@ def midpoints(count: int) -> list[float]:
     return [(i + 0.5) / count for i in range(count)]
 
 
-def outcome(
-    p_rows: list[list[float]], q_rows: list[list[float]], grid: int = 30
-) -> dict[tuple[int, ...], float]:
+def outcome(p_rows: list[list[float]], q_rows: list[list[float]], grid: int = 30) -> dict[tuple[int, ...], float]:
     """Probability of every emitted sequence, by running `verify` on all tokens and a grid of all uniforms.
 
     The bonus row is the last of `p_rows`. Exact when all thresholds are multiples of 1 / grid.
@@ -76,9 +74,7 @@ def test_t21_the_output_distribution_is_p():
     # And what follows an accepted first token is the bonus row.
     for token in range(3):
         kept = {k[1]: v for k, v in emitted.items() if k[0] == token and len(k) == 2}
-        assert [kept.get(t, 0) / sum(kept.values()) for t in range(3)] == pytest.approx(
-            [0.1, 0.1, 0.8], abs=1e-6
-        )
+        assert [kept.get(t, 0) / sum(kept.values()) for t in range(3)] == pytest.approx([0.1, 0.1, 0.8], abs=1e-6)
 
 
 def test_the_token_after_a_refusal_has_a_number_of_its_own():
@@ -101,8 +97,7 @@ def test_t21_temperature_on_both_sides(temperature, total):
     target, draft = torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.0, 2.0, 0.0])
     q = softmax_temperature(draft, temperature)
     got = sum(
-        float(q[token])
-        * verify(target.repeat(2, 1), q[None], [token], [0.0, 0.0], temperature).accept_probabilities[0]
+        float(q[token]) * verify(target.repeat(2, 1), q[None], [token], [0.0, 0.0], temperature).accept_probabilities[0]
         for token in range(3)
     )
     assert got == pytest.approx(total, abs=1e-6)
@@ -142,9 +137,7 @@ def test_t21_the_second_token_is_distributed_as_the_target_given_the_first():
     rows = np.zeros((3, 3))
     for first, token in itertools.product(range(3), repeat=2):
         for u1 in midpoints(4):  # u0 = 0 keeps the first token
-            verdict = verify(
-                logits_of(P, SECOND[first], P), probs(Q, Q2), [first, token], [0.0, u1, 0.5], 1.0
-            )
+            verdict = verify(logits_of(P, SECOND[first], P), probs(Q, Q2), [first, token], [0.0, u1, 0.5], 1.0)
             follows = token if verdict.accepted == 2 else verdict.next_token
             rows[first, follows] += Q2[token] / 4
     assert rows == pytest.approx(np.array([SECOND[first] for first in range(3)]), abs=1e-6)
@@ -154,9 +147,7 @@ def test_t21_same_uniforms_same_tokens():
     rng = np.random.default_rng(0)
     logits, q = torch.randn(5, 50), torch.softmax(torch.randn(4, 50), -1)
     tokens, uniforms = rng.integers(0, 50, 4), rng.random(5)
-    assert verify(logits, q, tokens, uniforms, 0.8) == verify(
-        logits.clone(), q.clone(), tokens, uniforms, 0.8
-    )
+    assert verify(logits, q, tokens, uniforms, 0.8) == verify(logits.clone(), q.clone(), tokens, uniforms, 0.8)
 
 
 # --- edges
@@ -236,9 +227,7 @@ def test_softmax_temperature():
     assert softmax_temperature(logits, 0.0).tolist() == [[0, 1, 0, 0]]  # the first of equals
     half = softmax_temperature(logits, 0.5)
     assert half.dtype == torch.float32
-    assert half[0].tolist() == pytest.approx(
-        (torch.tensor([-4.0, 0, 0, -torch.inf]).exp() / 2.018316).tolist()
-    )
+    assert half[0].tolist() == pytest.approx((torch.tensor([-4.0, 0, 0, -torch.inf]).exp() / 2.018316).tolist())
     assert softmax_temperature(torch.tensor([1e30, 0.0]), 1e-30).tolist() == [1, 0]
     assert softmax_temperature(torch.tensor([1.0, 1.0 - 1e-6]), 1e-38).tolist() == [1, 0]
 

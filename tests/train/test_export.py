@@ -27,9 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def random_params(config, seed=0):
     random = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(random.normal(size=leaf.shape), jnp.float32), abstract_params(config)
-    )
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), jnp.float32), abstract_params(config))
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +212,7 @@ def test_a_wrong_config_fails_its_check(copy, change, check):
 def test_wrong_tensors_fail_their_check(copy, spoil, check, detail):
     folder = copy(lambda raw: None)
     tensors = {
-        name: np.array(tensor)
-        for name, tensor in safetensors.numpy.load_file(folder / "model.safetensors").items()
+        name: np.array(tensor) for name, tensor in safetensors.numpy.load_file(folder / "model.safetensors").items()
     }
     spoil(tensors)
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -281,9 +278,7 @@ def left_behind(folder):
 
 
 def test_a_draft_without_markov_head_cannot_be_served_and_is_refused(config, tmp_path):
-    bare = dataclasses.replace(
-        config, markov_rank=0, markov_head_type="vanilla", confidence_head_with_markov=False
-    )
+    bare = dataclasses.replace(config, markov_rank=0, markov_head_type="vanilla", confidence_head_with_markov=False)
     with pytest.raises(ExportError, match="markov_rank is 0"):
         export(random_params(bare), bare, tmp_path / "draft")
     assert left_behind(tmp_path) == []

@@ -55,9 +55,7 @@ def test_run_and_its_export_evaluate_alike(finished, prompts, tmp_path, capsys):
     output = tmp_path / "eval.json"
     arguments = ["--draft", exported, "--prompts", prompts, "--max-new-tokens", "6", "--output", str(output)]
     assert command.main([*arguments, "--device", "cpu"]) == 0
-    outputs = [
-        [s["output_tokens"] for s in record["samples"]] for record in (own, json.loads(output.read_text()))
-    ]
+    outputs = [[s["output_tokens"] for s in record["samples"]] for record in (own, json.loads(output.read_text()))]
     assert outputs[0] == outputs[1]
 
 

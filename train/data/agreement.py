@@ -79,10 +79,7 @@ def choose_template(name: str, tokenizer: Any, enable_thinking: bool | None = No
             return candidate
         differences.append(f"{candidate.name}: {difference}")
     raise TemplateError(
-        "no shipped template renders what the tokenizer's own does; "
-        + remedy
-        + "\n  "
-        + "\n  ".join(differences)
+        "no shipped template renders what the tokenizer's own does; " + remedy + "\n  " + "\n  ".join(differences)
     )
 
 

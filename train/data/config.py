@@ -56,7 +56,5 @@ class DataConfig:
         require(self.max_length >= 2, "max_length", "give at least 2: an anchor and one label")
         require(self.min_loss_tokens >= 1, "min_loss_tokens", "give at least 1")
         require(self.leading_assistant in ("drop", "refuse"), "leading_assistant", "give drop or refuse")
-        require(
-            self.limit is None or self.limit >= 1, "limit", "give at least 1, or leave it out for all rows"
-        )
+        require(self.limit is None or self.limit >= 1, "limit", "give at least 1, or leave it out for all rows")
         require(0 <= self.seed < 2**32, "seed", "give a number from 0 to 2**32 - 1")

@@ -132,18 +132,14 @@ class Encoder:
             notes["leading turns dropped before the first user turn"] = conversation.leading_dropped
         if tools and not self._template.reads_tools:
             notes["rows whose tools the template ignores"] = 1
-        if self._marker and any(
-            m["role"] != "assistant" and self._marker.search(m["content"]) for m in messages
-        ):
+        if self._marker and any(m["role"] != "assistant" and self._marker.search(m["content"]) for m in messages):
             notes["rows with special tokens inside a user, system or tool message"] = 1
         lost = sum(reasoning not in text for reasoning in map(_reasoning, messages) if reasoning)
         if lost:
             notes["assistant turns whose reasoning the template leaves out"] = lost
         return _Text(text, spans, notes)
 
-    def _check_last_turn(
-        self, conversation: Conversation, text: str, spans: list[Span], notes: dict[str, int]
-    ) -> None:
+    def _check_last_turn(self, conversation: Conversation, text: str, spans: list[Span], notes: dict[str, int]) -> None:
         """Holds the marks of the last assistant turn against the prompt a server sends to get that turn."""
         messages = conversation.messages
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")

@@ -57,9 +57,7 @@ def find_files(path: str | Path) -> DataFiles:
     found = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
     names = tuple(name for name in found if name.endswith(SUFFIXES))
     if not names:
-        raise DataError(
-            f"data.path {path} holds no {kinds} file (it holds {len(found)} files of other kinds)"
-        )
+        raise DataError(f"data.path {path} holds no {kinds} file (it holds {len(found)} files of other kinds)")
     return DataFiles(path, names, tuple(name for name in found if not name.endswith(SUFFIXES)))
 
 

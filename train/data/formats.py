@@ -81,9 +81,7 @@ def parse_row(
     elif len(present) == 1:
         found = present[0]
     elif present:
-        raise RowRefused(
-            "row is of two formats", f"it has {' and '.join(_FORMAT_KEYS[name] for name in present)}"
-        )
+        raise RowRefused("row is of two formats", f"it has {' and '.join(_FORMAT_KEYS[name] for name in present)}")
     else:
         raise RowRefused(
             "no 'messages', 'conversations' or 'input_ids' in the row",
@@ -98,9 +96,7 @@ def parse_row(
     if dropped and leading_assistant == "refuse":
         raise RowRefused("assistant turn before the first user turn", f"{dropped} such turns")
     if not any(message["role"] == "assistant" for message in messages):
-        raise RowRefused(
-            "no assistant turn", f"after {dropped} leading turns were dropped" if dropped else ""
-        )
+        raise RowRefused("no assistant turn", f"after {dropped} leading turns were dropped" if dropped else "")
     return Conversation(name, place, messages, _tools(row.get("tools")), dropped)
 
 

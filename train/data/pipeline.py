@@ -150,7 +150,5 @@ class _Reader:
         if self._encoder is None:
             return "none needed"
         if self._agreement is None:
-            return (
-                f"{self._template_name} (not compared with the tokenizer's own: data.verify_template=false)"
-            )
+            return f"{self._template_name} (not compared with the tokenizer's own: data.verify_template=false)"
         return self._agreement.describe()

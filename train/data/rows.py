@@ -201,9 +201,7 @@ class RowIterator(Iterator[HostBatch]):
         if missing:
             raise ValueError(f"the saved data position lacks {', '.join(missing)}")
         differing = [
-            f"{key} was {state[key]}, is {value}"
-            for key, value in self._identity.items()
-            if state[key] != value
+            f"{key} was {state[key]}, is {value}" for key, value in self._identity.items() if state[key] != value
         ]
         if differing:
             raise ValueError(

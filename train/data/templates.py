@@ -86,9 +86,7 @@ def _environment() -> _Environment:
 
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         # jinja's own filter escapes HTML, which no model was trained on
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarks, "jinja2.ext.loopcontrols"]
@@ -191,9 +189,7 @@ class ChatTemplate:
                 without = self.render(_PROBE).text
                 with_prompt = self.render(_PROBE, prompt=True).text
             except RenderError as error:
-                raise TemplateError(
-                    f"chat template {self.name} does not take one user turn: {error}"
-                ) from error
+                raise TemplateError(f"chat template {self.name} does not take one user turn: {error}") from error
             if not with_prompt.startswith(without) or with_prompt == without:
                 raise TemplateError(
                     f"chat template {self.name} does not append a generation prompt: with it a user turn "

@@ -135,9 +135,7 @@ def format_result(result: EvalResult, name: str) -> str:
         lines += ["", f"ERROR: {result.error}"]
     lines += ["", terminal_table([("", "value"), *result.table()])]
     slots = zip(result.survival, result.conditional, result.statistics.slot_rounds)
-    rows = [
-        (slot, survival, conditional, rounds) for slot, (survival, conditional, rounds) in enumerate(slots)
-    ]
+    rows = [(slot, survival, conditional, rounds) for slot, (survival, conditional, rounds) in enumerate(slots)]
     lines += ["", terminal_table([("slot", "survival", "conditional", "rounds"), *rows])]
     if result.refusals:
         lines += ["", f"{len(result.refusals)} prompt(s) refused:"]
@@ -153,13 +151,10 @@ def _describe_differences(result: EvalResult) -> list[str]:
     for item in result.differences[:10]:
         margin = "" if item.margin is None else f", plain logits {item.margin:.2g} apart"
         lines.append(
-            f"  {item.prompt}: token {item.position} is {item.with_draft}, "
-            f"plain decoding has {item.plain}{margin}"
+            f"  {item.prompt}: token {item.position} is {item.with_draft}, plain decoding has {item.plain}{margin}"
         )
     if not exact:
-        lines.append(
-            "  (expected to happen in half precision, where rounding depends on the number of tokens at once)"
-        )
+        lines.append("  (expected to happen in half precision, where rounding depends on the number of tokens at once)")
     elif any(item.margin is not None and item.margin > TIE for item in result.differences):
         lines.append("  (in float32 a gap this large is no rounding: please report it)")
     return lines
@@ -197,8 +192,7 @@ def _load_target(args: argparse.Namespace, draft: LoadedDraft, options: EvalConf
         dtype=options.dtype,
         device=device,
         revision=settings.get("revision") if not args.target else None,
-        trust_remote_code=args.trust_remote_code
-        or bool(settings.get("trust_remote_code") and not args.target),
+        trust_remote_code=args.trust_remote_code or bool(settings.get("trust_remote_code") and not args.target),
     )
 
 

@@ -41,9 +41,7 @@ class EvalConfig:
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
-            raise ValueError(
-                f"eval.max_new_tokens is {self.max_new_tokens}; at least 1 token must be generated"
-            )
+            raise ValueError(f"eval.max_new_tokens is {self.max_new_tokens}; at least 1 token must be generated")
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"eval.temperature is {self.temperature}; give 0 (greedy) or a positive number")
         if not 0.0 <= self.confidence_threshold <= 1.0:
@@ -51,13 +49,9 @@ class EvalConfig:
                 f"eval.confidence_threshold is {self.confidence_threshold}; it is a probability, give 0 to 1"
             )
         if self.limit is not None and self.limit < 1:
-            raise ValueError(
-                f"eval.limit is {self.limit}; give a positive number, or leave it out for all prompts"
-            )
+            raise ValueError(f"eval.limit is {self.limit}; give a positive number, or leave it out for all prompts")
         if self.max_context is not None and self.max_context < 2:
-            raise ValueError(
-                f"eval.max_context is {self.max_context}; a prompt and a new token need at least 2"
-            )
+            raise ValueError(f"eval.max_context is {self.max_context}; a prompt and a new token need at least 2")
         if self.seed < 0:
             raise ValueError(f"eval.seed is {self.seed}; give a non-negative integer")
         if self.dtype not in ("auto", "float32", "bfloat16"):

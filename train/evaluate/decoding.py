@@ -76,9 +76,7 @@ def decode_with_draft(
             fence.torch_done(step.logits.device)
             verified = time.perf_counter()
             seconds.target += verified - drafted
-            verdict = verify(
-                step.logits, block.probs[:proposed], tokens, numbers[K : K + proposed + 1], temperature
-            )
+            verdict = verify(step.logits, block.probs[:proposed], tokens, numbers[K : K + proposed + 1], temperature)
             settled = settle_round(tokens, verdict.accepted, verdict.next_token, eos, remaining)
             rounds.append(settled)
             finish = settled.finish

@@ -65,8 +65,7 @@ def evaluate(
     check_match(target.info, config)
     if eval_config.confidence_threshold > 0 and not config.enable_confidence_head:
         raise ValueError(
-            f"eval.confidence_threshold is {eval_config.confidence_threshold}, "
-            "but this draft has no confidence head"
+            f"eval.confidence_threshold is {eval_config.confidence_threshold}, but this draft has no confidence head"
         )
     admitted, refusals = admit(prompts, target.info, config, eval_config)
     if params is None:
@@ -81,9 +80,7 @@ def evaluate(
     if admitted:
         longest = max(len(prompt.input_ids) + budget for prompt, budget in admitted)
         longest += -longest % CONTEXT_STEP
-        runner = DraftRunner(
-            config, params, frozen, max_context=longest, dtype=dtype, device=embedding.device
-        )
+        runner = DraftRunner(config, params, frozen, max_context=longest, dtype=dtype, device=embedding.device)
         compiled["before"] = runner.compile_count
         _warm_up(target, runner, admitted[0][0], eval_config)
         for prompt, budget in admitted:
@@ -138,9 +135,7 @@ def admit(
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise ValueError(
-                f"two prompts have the id {prompt.id!r}; ids must be unique, randomness hangs on them"
-            )
+            raise ValueError(f"two prompts have the id {prompt.id!r}; ids must be unique, randomness hangs on them")
         seen.add(prompt.id)
         ids = np.asarray(prompt.input_ids)
         if ids.size == 0:
@@ -149,9 +144,7 @@ def admit(
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
             refusals.append(Refusal(prompt.id, f"id beyond the vocabulary: {wrong} of {info.vocab_size}"))
         elif ids.size + 1 > limit:
-            refusals.append(
-                Refusal(prompt.id, f"prompt longer than the context: {ids.size} of {limit} tokens")
-            )
+            refusals.append(Refusal(prompt.id, f"prompt longer than the context: {ids.size} of {limit} tokens"))
         else:
             admitted.append((prompt, min(eval_config.max_new_tokens, limit - ids.size)))
     return admitted, refusals
@@ -231,7 +224,5 @@ def _error(result: EvalResult) -> str | None:
     if not result.rounds:
         return "no round was run: every output ended with its first token (max_new_tokens 1, or a stop token)"
     if not result.statistics.proposed:
-        return (
-            f"the draft proposed nothing in {result.rounds} rounds: this is plain decoding, not a measurement"
-        )
+        return f"the draft proposed nothing in {result.rounds} rounds: this is plain decoding, not a measurement"
     return None

@@ -125,9 +125,7 @@ class SampleResult:
             "prompt_tokens": self.prompt_tokens,
             "finish": self.finish,
             "output_tokens": self.output_tokens,
-            "rounds": [
-                {"proposed": r.proposed, "accepted": r.accepted, "committed": r.length} for r in self.rounds
-            ],
+            "rounds": [{"proposed": r.proposed, "accepted": r.accepted, "committed": r.length} for r in self.rounds],
             "seconds": self.seconds.to_json(),
             "plain_tokens": self.plain_tokens,
             "plain_seconds": self.plain_seconds.to_json() if self.plain_seconds else None,
@@ -237,9 +235,7 @@ class EvalResult:
         record = {
             "accept_length": self.accept_length,
             "accept_length_sample_mean": self.accept_length_sample_mean,
-            **{
-                name: list(value) if isinstance(value, tuple) else value for name, value in statistics.items()
-            },
+            **{name: list(value) if isinstance(value, tuple) else value for name, value in statistics.items()},
             "tokens": self.tokens,
             "prompts": len(self.samples),
             "finish": dict(Counter(sample.finish for sample in self.samples)),
@@ -279,9 +275,7 @@ class EvalResult:
             ("draft's share of the time", _number(self.draft_share, 3)),
         ]
         if self.identical_to_plain is not None:
-            rows.append(
-                ("equal to plain greedy decoding", f"{self.identical_to_plain} of {len(self.samples)}")
-            )
+            rows.append(("equal to plain greedy decoding", f"{self.identical_to_plain} of {len(self.samples)}"))
         return rows
 
 

@@ -52,10 +52,7 @@ class PromptSet:
         """What was left out: a line per reason with its count and first place. Empty when nothing was."""
         counts = Counter(reason for _, reason in self.refused)
         first = {reason: line for line, reason in reversed(self.refused)}
-        lines = [
-            f"{count} row(s) refused: {reason} (first: line {first[reason]})"
-            for reason, count in counts.items()
-        ]
+        lines = [f"{count} row(s) refused: {reason} (first: line {first[reason]})" for reason, count in counts.items()]
         if self.unused_turns:
             lines.append(f"{self.unused_turns} later user turn(s) not asked: a row of turns asks its first")
         return "\n".join(lines)

@@ -45,20 +45,14 @@ def make_toy_tokenizer() -> Callable[..., Any]:
     from transformers import PreTrainedTokenizerFast
 
     def make(bos: bool = False, chat_template: str | None = None):
-        backend = Tokenizer(
-            models.WordLevel({token: i for i, token in enumerate(TOY_VOCABULARY)}, unk_token="<unk>")
-        )
+        backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOY_VOCABULARY)}, unk_token="<unk>"))
         backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="removed")
-        backend.add_special_tokens(
-            [AddedToken(token, normalized=False, special=True) for token in TOY_SPECIAL]
-        )
+        backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in TOY_SPECIAL])
         if bos:
             backend.post_processor = processors.TemplateProcessing(
                 single="<bos> $A", special_tokens=[("<bos>", TOY_VOCABULARY.index("<bos>"))]
             )
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=backend, bos_token="<bos>", eos_token="<|im_end|>"
-        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<|im_end|>")
         tokenizer.chat_template = chat_template
         return tokenizer
 

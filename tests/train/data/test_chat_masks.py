@@ -38,9 +38,7 @@ def test_t03a_sharegpt_equals_openai(encode):
     roles = {"human": "user", "gpt": "assistant", "system": "system"}
     openai = encode(chat(*((roles[role], text) for role, text in turns)))
     mixed = encode({"conversations": openai_messages(turns, roles)})
-    field = encode(
-        {"system": "e", "conversations": [{"from": role, "value": text} for role, text in turns[1:]]}
-    )
+    field = encode({"system": "e", "conversations": [{"from": role, "value": text} for role, text in turns[1:]]})
     assert sharegpt == openai == mixed == field
     assert len(sharegpt[0]) == 30
     assert ones(sharegpt[1]) == [15, 16, 27, 28]
@@ -52,9 +50,7 @@ def openai_messages(turns, roles):
 
 def test_t03b_leading_assistant_turn_is_dropped_and_counted(encode):
     notes = {}
-    row = {
-        "conversations": [{"from": f, "value": v} for f, v in [("gpt", "p"), ("human", "a"), ("gpt", "b")]]
-    }
+    row = {"conversations": [{"from": f, "value": v} for f, v in [("gpt", "p"), ("human", "a"), ("gpt", "b")]]}
     ids, mask = encode(row, notes=notes)
     assert ids == [2, 6, 4, 15, 3, 4, 2, 7, 4, 16, 3, 4]
     assert ones(mask) == [9, 10]
@@ -90,9 +86,7 @@ def test_t04_tools_reach_the_template(encode, toy_template):
     encode(chat(("user", "a"), ("assistant", "b"), tools=tools), template=spy, note=note)
     assert seen
     assert all(value == tools for value in seen if value is not None)
-    assert (
-        seen.count(tools) == 2
-    )  # the row and the prompt of its last turn; the probe of the template has none
+    assert seen.count(tools) == 2  # the row and the prompt of its last turn; the probe of the template has none
     notes = {}
     encode(chat(("user", "a"), ("assistant", "b"), tools=json.dumps(tools)), notes=notes)
     assert notes == {"rows whose tools the template ignores": 1}
@@ -158,9 +152,7 @@ def test_t08_exactly_one_bos(encode, make_toy_tokenizer, toy_template):
     tokenizer = make_toy_tokenizer(bos=True)
     row = chat(("user", "a"), ("assistant", "b"))
     assert tokenizer("a")["input_ids"] == [1, 15]
-    ids, mask = encode(
-        row, template="{{- bos_token -}}" + toy_template, tokenizer=tokenizer, bos_token="<bos>"
-    )
+    ids, mask = encode(row, template="{{- bos_token -}}" + toy_template, tokenizer=tokenizer, bos_token="<bos>")
     assert ids == [1, 2, 6, 4, 15, 3, 4, 2, 7, 4, 16, 3, 4]
     assert ones(mask) == [10, 11]
 
@@ -177,9 +169,7 @@ def test_markers_inside_user_text_never_change_a_mask(encode):
 def test_unmarked_and_contradicting_templates_are_errors(encode, toy_template):
     row = chat(("user", "a"), ("assistant", "b"))
     with pytest.raises(TemplateError, match="no generation marks"):
-        encode(
-            row, template=toy_template.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
-        )
+        encode(row, template=toy_template.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", ""))
     early = "{%- if message.role == 'assistant' and message.tool_calls -%}"
     with pytest.raises(TemplateError, match="marked nothing"):
         encode(row, template=toy_template.replace("{%- if message.role == 'assistant' -%}", early))

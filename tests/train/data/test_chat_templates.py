@@ -18,9 +18,7 @@ from train.data.templates import (
     shipped_source,
 )
 
-SMOLLM2_SYSTEM = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-)
+SMOLLM2_SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 
 
 def chat(*turns):
@@ -36,9 +34,7 @@ def generated(template: ChatTemplate, messages, tools=None) -> list[str]:
 
 def test_chatml():
     template = read_template("chatml")
-    messages = chat(
-        ("system", "s"), ("user", " a\n"), ("assistant", "\nb "), ("tool", "t"), ("assistant", "")
-    )
+    messages = chat(("system", "s"), ("user", " a\n"), ("assistant", "\nb "), ("tool", "t"), ("assistant", ""))
     assert template.render(messages, prompt=True).text == (
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n a\n<|im_end|>\n"
         "<|im_start|>assistant\n\nb <|im_end|>\n"
@@ -268,9 +264,7 @@ def test_tokenizer_with_a_template_for_tools(make_toy_tokenizer):
 
 
 def test_first_difference_shows_both_sides():
-    assert "after 'ab' (character 2) it writes 'c', the tokenizer's own template 'd'" in first_difference(
-        "abc", "abd"
-    )
+    assert "after 'ab' (character 2) it writes 'c', the tokenizer's own template 'd'" in first_difference("abc", "abd")
     assert "it writes '', the tokenizer's own template 'c'" in first_difference("ab", "abc")
 
 
@@ -340,9 +334,7 @@ def test_smollm2_ids_and_masks_byte_for_byte(smollm2_tokenizer):
 
 def test_smollm2_is_not_chatml(smollm2_tokenizer):
     template = choose_template("chatml", smollm2_tokenizer)
-    encoder = Encoder(
-        template, smollm2_tokenizer, len(smollm2_tokenizer), Agreement(template, smollm2_tokenizer)
-    )
+    encoder = Encoder(template, smollm2_tokenizer, len(smollm2_tokenizer), Agreement(template, smollm2_tokenizer))
     with pytest.raises(TemplateError, match="does not render what the tokenizer's own does"):
         encoder.encode([row(REAL_ROWS[0])])
     (same,) = encoder.encode([row(REAL_ROWS[1])])  # with a system prompt of its own the two are one

@@ -86,9 +86,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"), REFUSED, ids=[f"{i}-{reason}" for i, (_, reason) in enumerate(REFUSED)]
-)
+@pytest.mark.parametrize(("row", "reason"), REFUSED, ids=[f"{i}-{reason}" for i, (_, reason) in enumerate(REFUSED)])
 def test_refused_by_reason(row, reason):
     with pytest.raises(RowRefused) as refused:
         parse(row)
@@ -195,9 +193,7 @@ def test_paths_that_hold_nothing_readable(tmp_path, write_rows):
 
 
 def test_a_cut_or_false_gz_names_file_and_line(tmp_path):
-    data = gzip.compress(
-        b"".join(json.dumps({"n": i, "x": str(hash(i)) * 40}).encode() + b"\n" for i in range(2000))
-    )
+    data = gzip.compress(b"".join(json.dumps({"n": i, "x": str(hash(i)) * 40}).encode() + b"\n" for i in range(2000)))
     (tmp_path / "cut.jsonl.gz").write_bytes(data[: len(data) // 2])
     (tmp_path / "false.jsonl.gz").write_bytes(b"plain text\n")
     for name in ("cut.jsonl.gz", "false.jsonl.gz"):

@@ -78,9 +78,7 @@ def test_truncation_can_take_the_pair_away():
 
 
 def test_account(load, write_rows, capsys):
-    leading = {
-        "conversations": [{"from": f, "value": v} for f, v in [("gpt", "p"), ("human", "a"), ("gpt", "b")]]
-    }
+    leading = {"conversations": [{"from": f, "value": v} for f, v in [("gpt", "p"), ("human", "a"), ("gpt", "b")]]}
     rows = [
         {**T01, "id": "x"},
         b"{",
@@ -163,9 +161,7 @@ def test_slow_tokenizer_is_refused(load, write_rows):
 def test_template_is_verified_unless_switched_off(load, write_rows, make_toy_tokenizer, toy_template):
     own = toy_template.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     data = load(write_rows([T01, T01]), tokenizer=make_toy_tokenizer(chat_template=own))
-    assert (
-        "text equal to the tokenizer's own on 2 rows, ids on one row of each kind, 1" in data.summary.template
-    )
+    assert "text equal to the tokenizer's own on 2 rows, ids on one row of each kind, 1" in data.summary.template
     other = make_toy_tokenizer(chat_template=own.replace("<|im_end|>", "<mask>"))
     with pytest.raises(TemplateError, match=r"rows.jsonl:1: chat template .*toy.jinja does not render"):
         load(write_rows([T01]), tokenizer=other)
@@ -200,9 +196,7 @@ def test_enable_thinking_reaches_the_template(load, write_rows, make_toy_tokeniz
     own = shipped_source("qwen3").replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     tokenizer = make_toy_tokenizer(chat_template=own)
     path = write_rows([T01])
-    on, off = (
-        load(path, tokenizer=tokenizer, template="auto", enable_thinking=value) for value in (True, False)
-    )
+    on, off = (load(path, tokenizer=tokenizer, template="auto", enable_thinking=value) for value in (True, False))
     assert on.summary.template.startswith("qwen3 (text equal")
     assert on.samples[0].input_ids.tolist() == off.samples[0].input_ids.tolist()
     answer = off.samples[0].input_ids[off.samples[0].loss_mask == 1]

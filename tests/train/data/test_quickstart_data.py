@@ -62,17 +62,13 @@ def test_held_out_prompts_are_new_to_the_whole_file_they_were_chosen_beside(tool
     path = next((p for p in (ROOT.parent / "shared", Path("/work/shared")) if (p / "data").is_dir()), None)
     if path is None:
         pytest.skip("the shared conversations are not here")
-    asked = {
-        tool.question_key(row.prompt) for row in tool.read(path / "data" / "smollm2_conversations.jsonl.gz")
-    }
+    asked = {tool.question_key(row.prompt) for row in tool.read(path / "data" / "smollm2_conversations.jsonl.gz")}
     assert not asked & {tool.question_key(p["turns"][0]) for p in prompts}
 
 
 def test_question_key(tool):
     key = tool.question_key
-    assert key("Write a Go function to sort a list. Add comments.") == key(
-        "Write a Go function to sort a list."
-    )
+    assert key("Write a Go function to sort a list. Add comments.") == key("Write a Go function to sort a list.")
     assert key("Write a Go function to sort a list.") != key("Write a C function to sort a list.")
     train = "A shop sells {} for $4 each. {} buys 7 of them and pays with a ${} voucher. Think step by step."
     assert key(train.format("toy cars", "Ben", 30)) == key(train.format("eggs", "Ivy", 30))

@@ -160,9 +160,7 @@ def test_a_position_in_another_stream_is_refused_by_name(change, named):
 
 def test_a_position_without_its_identity_is_refused():
     with pytest.raises(ValueError, match="lacks samples, fingerprint"):
-        RowIterator(make_samples(2), 1, 6).set_state(
-            {"next_batch": 1, "batch_rows": 1, "length": 6, "seed": 0}
-        )
+        RowIterator(make_samples(2), 1, 6).set_state({"next_batch": 1, "batch_rows": 1, "length": 6, "seed": 0})
 
 
 @pytest.mark.parametrize(
