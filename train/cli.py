@@ -1,5 +1,6 @@
 """`draft-jax`: one command, four programs. Nothing heavy is imported before the arguments are understood."""
 
+import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in _COMMANDS:
         print(f"draft-jax: unknown command {command!r}; known: {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
+    if not debug:  # orbax tells of its inner workings through absl; what concerns the user raises
+        logging.getLogger("absl").setLevel(logging.ERROR)
     module, function = _COMMANDS[command]
     try:
         return int(getattr(import_module(module), function)(rest) or 0)

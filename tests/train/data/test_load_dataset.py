@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -217,7 +218,7 @@ def test_another_process_makes_the_same_samples(write_rows, toy_template_file):
     )
     root = Path(__file__).resolve().parents[3]
     outputs = {
-        subprocess.run([sys.executable, "-c", code, path], cwd=root, env={"PYTHONHASHSEED": seed, "PATH": ""},
+        subprocess.run([sys.executable, "-c", code, path], cwd=root, env={**os.environ, "PYTHONHASHSEED": seed},
                        capture_output=True, text=True, check=True).stdout
         for seed in ("1", "2")
     }  # fmt: skip
