@@ -14,6 +14,7 @@ from draft_jax import weights
 from draft_jax.batch import FrozenHead
 from draft_jax.config import DraftConfig
 from draft_jax.models.dspark import abstract_params, bind, path_name
+from tests.places import public_draft
 
 from .drafts import blocks_at, frozen_head, random_batch, random_params, tiny_config
 from .test_config import deepspec_layout, specforge_layout
@@ -296,12 +297,4 @@ def test_the_public_draft_loads(shared_draft):
 
 @pytest.fixture
 def shared_draft():
-    import os
-    from pathlib import Path
-
-    root = Path(__file__).resolve().parents[3]
-    for place in (os.environ.get("DRAFT_JAX_SHARED"), root / "shared", "/work/shared"):
-        folder = Path(place or "/nowhere") / "data" / "dspark_smollm2_deepspec"
-        if folder.is_dir():
-            return folder
-    pytest.skip("no shared folder with data/dspark_smollm2_deepspec (set DRAFT_JAX_SHARED)")
+    return public_draft()

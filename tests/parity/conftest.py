@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.places import public_draft
+
 from .cases import Case, build_case
 
 torch.set_num_threads(1)
@@ -40,13 +42,8 @@ def make_case() -> Callable[..., Case]:
 
 @pytest.fixture(scope="session")
 def shared_folder() -> Path:
-    """The shared folder (``DRAFT_JAX_SHARED``, /work/shared or ../shared); skip where there is none."""
-    root = Path(__file__).resolve().parents[2]
-    places = [os.environ.get("DRAFT_JAX_SHARED"), "/work/shared", root.parent / "shared"]
-    for place in places:
-        if place and (Path(place) / "data" / "dspark_smollm2_deepspec" / "model.safetensors").is_file():
-            return Path(place)
-    pytest.skip("no shared folder with data/dspark_smollm2_deepspec (set DRAFT_JAX_SHARED to try one)")
+    """The folder whose data/ holds the public draft; skips where there is none."""
+    return public_draft().parents[1]
 
 
 @pytest.fixture

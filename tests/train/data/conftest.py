@@ -2,13 +2,13 @@
 
 import gzip
 import json
-import os
 import string
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.places import small_target
 
 TOY_TEMPLATE = """
 {%- for message in messages -%}
@@ -121,13 +121,7 @@ def toy_template_file(tmp_path, toy_template) -> str:
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer():
-    """Of the real small target: $DRAFT_JAX_SMOLLM2, or where the quickstart keeps it."""
+    """Of the real small target."""
     from transformers import AutoTokenizer
 
-    from target_bridge.small_target import default_folder
-
-    places = [os.environ.get("DRAFT_JAX_SMOLLM2"), default_folder(), "/work/tmp/smollm2"]
-    for place in places:
-        if place and (Path(place) / "tokenizer.json").is_file():
-            return AutoTokenizer.from_pretrained(place)
-    pytest.skip("SmolLM2-135M-Instruct is not here (make quickstart fetches it, or set DRAFT_JAX_SMOLLM2)")
+    return AutoTokenizer.from_pretrained(small_target())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.places import public_conversations
 from train.data import QUICKSTART, QUICKSTART_CONVERSATIONS, QUICKSTART_PROMPTS
 from train.data.files import find_files, read_lines
 from train.data.formats import parse_row
@@ -59,10 +60,7 @@ def test_held_out_prompts_ask_nothing_that_was_trained_on(tool, conversations, p
 
 
 def test_held_out_prompts_are_new_to_the_whole_file_they_were_chosen_beside(tool, prompts):
-    path = next((p for p in (ROOT.parent / "shared", Path("/work/shared")) if (p / "data").is_dir()), None)
-    if path is None:
-        pytest.skip("the shared conversations are not here")
-    asked = {tool.question_key(row.prompt) for row in tool.read(path / "data" / "smollm2_conversations.jsonl.gz")}
+    asked = {tool.question_key(row.prompt) for row in tool.read(public_conversations())}
     assert not asked & {tool.question_key(p["turns"][0]) for p in prompts}
 
 

@@ -2,28 +2,21 @@
 temperature 0.
 """
 
-from pathlib import Path
-
 import pytest
 
 from draft_jax.weights import load_folder
+from tests.places import public_draft, small_target
 from train.evaluate.config import EvalConfig
 from train.evaluate.protocol import evaluate
 from train.evaluate.tasks import load_prompts
 
-ROOT = Path(__file__).resolve().parents[4]
-DRAFT = ROOT / "shared" / "data" / "dspark_smollm2_deepspec"
-TARGET = ROOT / "tmp" / "smollm2"
-
 
 @pytest.mark.slow
-@pytest.mark.skipif(not DRAFT.is_dir(), reason=f"{DRAFT}, a draft made by DeepSpec, is not here")
-@pytest.mark.skipif(not TARGET.is_dir(), reason=f"{TARGET}, SmolLM2-135M-Instruct, is not here")
 def test_deepspec_draft_accepts_about_two_tokens_and_loses_none():
     from target_bridge.hf import load_hf_target
 
-    config, params, _ = load_folder(DRAFT)
-    target = load_hf_target(str(TARGET), config.target_layer_ids, dtype="float32", device="cpu")
+    config, params, _ = load_folder(public_draft())
+    target = load_hf_target(str(small_target()), config.target_layer_ids, dtype="float32", device="cpu")
     prompts = load_prompts(None, target.tokenizer, limit=4).prompts
     result = evaluate(target, config, params, None, prompts, EvalConfig(max_new_tokens=32))
     assert result.identical_to_plain == 4
