@@ -81,6 +81,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig):
+        folder = folder.absolute()  # orbax takes no relative path, and a later chdir must not move the checkpoints
         self.folder, self.config = folder, config
         folder.mkdir(parents=True, exist_ok=True)
         for entry in folder.iterdir():
@@ -220,7 +221,7 @@ def load_trained(run_dir: str | Path, step: int | Literal["latest", "best"] = "l
     Raises:
         CheckpointError: no run, no such checkpoint, or one that does not fit the configuration.
     """
-    run_dir = Path(run_dir)
+    run_dir = Path(run_dir).absolute()
     config_file = run_dir / DRAFT_CONFIG
     if not config_file.is_file():
         raise CheckpointError(f"{run_dir} is not a run: it has no {DRAFT_CONFIG}")
@@ -270,14 +271,14 @@ def check_identity(saved: Saved, now: Mapping[str, Any], source: Path) -> None:
 
 def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
-        return ocp.load_checkpointables(folder, wanted)
+        return ocp.load_checkpointables(folder.absolute(), wanted)
     except Exception as error:
         raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
 
 
 def _metadata(folder: Path) -> Any:
     try:
-        return ocp.checkpointables_metadata(folder)
+        return ocp.checkpointables_metadata(folder.absolute())
     except Exception as error:
         raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
 

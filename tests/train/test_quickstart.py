@@ -42,7 +42,9 @@ def arguments(tmp_path, target_folder, tokens_file, prompts, monkeypatch):
     return [str(word) for pair in options.items() for word in pair]
 
 
-def test_leaves_a_checked_export_and_reports(arguments, tmp_path, capsys):
+def test_leaves_a_checked_export_and_reports(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments[arguments.index("--run-dir") + 1] = "quick"  # relative, as the default is
     run_dir = tmp_path / "quick"
     code = quickstart.main(arguments)
     out, err = capsys.readouterr()
