@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: What starting a forward costs, in the time a GPU and a CPU need for this many multiply-adds (measured on an
-#: H200: 20 ms to launch the layers of a small model, at a third of the product rate; a CPU starts at once).
+#: What starting a forward costs, in the time a GPU and a CPU need for this many multiply-adds (estimates, for
+#: an H200: 20 ms to launch the layers of a small model, at a third of the product rate; a CPU starts at once).
 _OVERHEAD_OPERATIONS = {"cuda": 2.7e12, "cpu": 5e8}
 _MOST_OVERHEAD, _LEAST_OVERHEAD = 16384, 16
 

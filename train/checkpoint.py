@@ -271,7 +271,7 @@ def check_identity(saved: Saved, now: Mapping[str, Any], source: Path) -> None:
 
 def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     try:
-        return ocp.load_checkpointables(folder.absolute(), wanted)
+        return ocp.load_checkpointables(folder, wanted)
     except Exception as error:
         raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
 

@@ -146,8 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return trained.exit_code
     print(f"Trained {trained.steps} steps in {trained.seconds:.0f} s")
     exported = _export(args.run_dir, draft, target)
-    results = _evaluate(config, draft, exported, target, preset.baseline_limit)
-    summary = _report(args.run_dir, config, trained, results, target, time.perf_counter() - begin)
+    prompts = _prompts(config, target)
+    results = _evaluate(config, draft, exported, target, prompts, preset.baseline_limit)
+    summary = _report(args.run_dir, config, trained, results, prompts, target, time.perf_counter() - begin)
     _print(args.run_dir, results, summary)
     if not summary["accept_length_trained"] > summary["accept_length_untrained"]:
         print("FAILED: the trained draft accepts no more than an untrained one", file=sys.stderr)
@@ -192,23 +193,29 @@ def _export(run_dir: Path, draft: DraftConfig, target: Any) -> Path:
     return report.path
 
 
+def _prompts(config: RunConfig, target: Any) -> Sequence[Any]:
+    """The held-out prompts; what was left out of the file is printed."""
+    from .evaluate.tasks import load_prompts
+
+    found = load_prompts(config.eval.prompts, target.tokenizer, limit=config.eval.limit)
+    if left_out := found.summary():
+        print(left_out)
+    return found.prompts
+
+
 def _evaluate(
-    config: RunConfig, draft: DraftConfig, exported: Path, target: Any, baseline_limit: int
+    config: RunConfig, draft: DraftConfig, exported: Path, target: Any, prompts: Sequence[Any], baseline_limit: int
 ) -> dict[str, Any]:
     """Untrained and trained draft on the same held-out prompts; the trained one as exported, read back."""
     from draft_jax.weights import load_folder
 
     from .evaluate.protocol import evaluate
-    from .evaluate.tasks import load_prompts
 
-    prompts = load_prompts(config.eval.prompts, target.tokenizer, limit=config.eval.limit)
-    if left_out := prompts.summary():
-        print(left_out)
     _, params, _ = load_folder(exported)
     results = {}
     for name, weights, asked in (
-        ("untrained", None, prompts.prompts[:baseline_limit]),
-        ("trained", params, prompts.prompts),
+        ("untrained", None, prompts[:baseline_limit]),
+        ("trained", params, prompts),
     ):
         # Plain decoding is the same for both: it is measured once.
         options = replace(config.eval, plain=weights is not None)
@@ -232,7 +239,13 @@ def _progress(name: str) -> Any:
 
 
 def _report(
-    run_dir: Path, config: RunConfig, trained: Any, results: Mapping[str, Any], target: Any, seconds: float
+    run_dir: Path,
+    config: RunConfig,
+    trained: Any,
+    results: Mapping[str, Any],
+    prompts: Sequence[Any],
+    target: Any,
+    seconds: float,
 ) -> dict[str, Any]:
     from .config_file import dump
     from .report import write_report
@@ -261,7 +274,7 @@ def _report(
     for name, result in results.items():
         (run_dir / "eval").mkdir(exist_ok=True)
         (run_dir / "eval" / f"{name}.json").write_text(json.dumps(result.to_json(), indent=1))
-    texts = _prompt_texts(config, target)
+    texts = {prompt.id: prompt.text for prompt in prompts}
     write_report(
         run_dir / REPORT_HTML,
         {
@@ -290,13 +303,6 @@ def _report(
     # Last: its presence says that the quickstart was finished.
     (run_dir / REPORT_JSON).write_text(json.dumps(summary, indent=1) + "\n")
     return summary
-
-
-def _prompt_texts(config: RunConfig, target: Any) -> dict[str, str]:
-    from .evaluate.tasks import load_prompts
-
-    prompts = load_prompts(config.eval.prompts, target.tokenizer, limit=config.eval.limit).prompts
-    return {prompt.id: prompt.text for prompt in prompts}
 
 
 def _peak_memory_gib() -> float:
