@@ -21,12 +21,16 @@ class Round:
         proposed: proposals that count: those whose fate could still be seen.
         accepted: accepted proposals that were kept.
         finish: why the sample ended with this round, or None.
+        drafts: the `proposed` ids that count, accepted or not; empty when the decoder did not keep them.
+        confidence_logits: the confidence head's raw logits of the same slots; None without that head.
     """
 
     tokens: tuple[int, ...]
     proposed: int
     accepted: int
     finish: Finish | None = None
+    drafts: tuple[int, ...] = ()
+    confidence_logits: tuple[float, ...] | None = None
 
     @property
     def length(self) -> int:

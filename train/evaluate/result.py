@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from train.evaluate.accounting import AcceptStatistics, Round
+from train.evaluate.accounting import AcceptStatistics, Round, accept_statistics
 
 TokenKind = Literal["first", "draft", "target"]
 
@@ -74,6 +74,8 @@ class SampleResult:
         seconds: of decoding with the draft.
         plain_tokens: output of plain decoding, None when not asked for.
         plain_seconds: of plain decoding.
+        task: name of the task the prompt belongs to.
+        text: the prompt's last message, for reports.
     """
 
     prompt: str
@@ -84,6 +86,8 @@ class SampleResult:
     seconds: Seconds
     plain_tokens: list[int] | None = None
     plain_seconds: Seconds | None = None
+    task: str = ""
+    text: str = ""
 
     @property
     def output_tokens(self) -> list[int]:
@@ -122,10 +126,12 @@ class SampleResult:
     def to_json(self) -> dict[str, Any]:
         return {
             "prompt": self.prompt,
+            "task": self.task,
+            "text": self.text,
             "prompt_tokens": self.prompt_tokens,
             "finish": self.finish,
             "output_tokens": self.output_tokens,
-            "rounds": [{"proposed": r.proposed, "accepted": r.accepted, "committed": r.length} for r in self.rounds],
+            "rounds": [_round_json(item) for item in self.rounds],
             "seconds": self.seconds.to_json(),
             "plain_tokens": self.plain_tokens,
             "plain_seconds": self.plain_seconds.to_json() if self.plain_seconds else None,
@@ -137,7 +143,8 @@ class EvalResult:
     """The whole evaluation.
 
     `error` is a sentence when the numbers must not be read as a measurement (nothing was proposed, nothing
-    was decoded); `accept_length` is then None.
+    was decoded); `accept_length` is then None. `token_texts` (id -> text) lets a report show words without a
+    tokenizer.
     """
 
     statistics: AcceptStatistics
@@ -147,6 +154,7 @@ class EvalResult:
     settings: dict[str, Any]
     compiled: dict[str, int] = field(default_factory=dict)
     error: str | None = None
+    token_texts: dict[str, str] = field(default_factory=dict)
 
     @property
     def accept_length(self) -> float | None:
@@ -158,6 +166,24 @@ class EvalResult:
         """Mean over samples of their own accept length, as z-lab reports it (dspark_spec 1.9)."""
         means = [sum(r.length for r in s.rounds) / len(s.rounds) for s in self.samples if s.rounds]
         return sum(means) / len(means) if means and not self.error else None
+
+    @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """The statistics of every task by itself, with its number of prompts; in the order first met."""
+        by_task: dict[str, list[SampleResult]] = {}
+        for sample in self.samples:
+            by_task.setdefault(sample.task, []).append(sample)
+        return {
+            name: {
+                "prompts": len(samples),
+                **_listed(asdict(accept_statistics([r for s in samples for r in s.rounds], self._block_size))),
+            }
+            for name, samples in by_task.items()
+        }
+
+    @property
+    def _block_size(self) -> int:
+        return len(self.statistics.survival)
 
     @property
     def survival(self) -> tuple[float | None, ...]:
@@ -235,7 +261,7 @@ class EvalResult:
         record = {
             "accept_length": self.accept_length,
             "accept_length_sample_mean": self.accept_length_sample_mean,
-            **{name: list(value) if isinstance(value, tuple) else value for name, value in statistics.items()},
+            **_listed(statistics),
             "tokens": self.tokens,
             "prompts": len(self.samples),
             "finish": dict(Counter(sample.finish for sample in self.samples)),
@@ -252,6 +278,8 @@ class EvalResult:
             "compiled": self.compiled,
             "settings": self.settings,
             "error": self.error,
+            "tasks": self.tasks,
+            "token_texts": self.token_texts,
         }
         if samples:
             record["samples"] = [sample.to_json() for sample in self.samples]
@@ -277,6 +305,19 @@ class EvalResult:
         if self.identical_to_plain is not None:
             rows.append(("equal to plain greedy decoding", f"{self.identical_to_plain} of {len(self.samples)}"))
         return rows
+
+
+def _round_json(item: Round) -> dict[str, Any]:
+    record: dict[str, Any] = {"proposed": item.proposed, "accepted": item.accepted, "committed": item.length}
+    if item.drafts:
+        record["drafts"] = list(item.drafts)
+    if item.confidence_logits is not None:
+        record["confidence_logits"] = [round(float(value), 6) for value in item.confidence_logits]
+    return record
+
+
+def _listed(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -27,11 +27,13 @@ class Prompt:
         id: unique in its set; with the seed it fixes the prompt's randomness.
         input_ids: int32 [T], the rendered conversation up to and including the generation prompt.
         text: the last message, for reports.
+        task: name of the task it belongs to.
     """
 
     id: str
     input_ids: np.ndarray
     text: str = ""
+    task: str = ""
 
 
 @dataclass
