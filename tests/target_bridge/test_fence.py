@@ -13,7 +13,7 @@ from target_bridge.fence import Lease, LeaseError, jax_done, torch_done
 from target_bridge.handoff import to_jax
 from target_bridge.staging import StagingRing, aligned_zeros
 
-# On a machine where both frameworks have a GPU, the same tests run there.
+pytestmark = pytest.mark.gpu_too
 DEVICE = "cuda" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
 STEPS = 10
 SHAPE = (1, 64, 32)

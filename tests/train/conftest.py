@@ -133,7 +133,7 @@ class Finished:
 
 def environment() -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    return {**os.environ, **threads, "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.fixture

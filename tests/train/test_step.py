@@ -380,7 +380,8 @@ def test_number_of_devices_changes_nothing(draft):
     root = Path(__file__).resolve().parents[2]
     fields = repr(dataclasses.asdict(draft))
     code = DEVICES.format(root=str(root), here=__file__, draft=fields)
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
