@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = _load_target(args, draft, options)
     _check_stored_head(draft, target, Path(args.draft))
 
+    from train.evaluate.identity import draft_digest
     from train.evaluate.protocol import evaluate
     from train.evaluate.tasks import load_prompts
 
@@ -107,7 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _Bar(len(prompts.prompts)) as progress:
         result = evaluate(target, draft.config, params, None, prompts.prompts, options, progress)
     name = f"untrained draft shaped as {draft.origin}" if args.untrained else draft.origin
-    result.settings |= {"draft": name, "prompts": options.prompts or "shipped with the package"}
+    result.settings |= {
+        "draft": name,
+        "draft_digest": None if args.untrained else draft_digest(draft.config, draft.params),
+        "prompts": options.prompts or "shipped with the package",
+    }
     print(format_result(result, name))
     _write(args, draft, result, name, prompts.prompts, target)
     return 1 if result.error else 0

@@ -19,6 +19,7 @@ from train.evaluate.accounting import Round, accept_statistics
 from train.evaluate.config import EvalConfig
 from train.evaluate.decoding import decode_with_draft, sample_generator
 from train.evaluate.draft_runner import DraftRunner
+from train.evaluate.identity import prompts_digest
 from train.evaluate.plain import plain_decode
 from train.evaluate.result import Difference, EvalResult, Refusal, SampleResult
 from train.evaluate.tasks import Prompt
@@ -129,7 +130,7 @@ def admit(
     Raises:
         ValueError: two prompts share an id.
     """
-    limit = min(info.max_length, config.max_position_embeddings, eval_config.max_context or info.max_length)
+    limit = context_limit(info, config, eval_config)
     admitted: list[tuple[Prompt, int]] = []
     refusals: list[Refusal] = []
     seen: set[str] = set()
@@ -148,6 +149,11 @@ def admit(
         else:
             admitted.append((prompt, min(eval_config.max_new_tokens, limit - ids.size)))
     return admitted, refusals
+
+
+def context_limit(info: TargetInfo, config: DraftConfig, eval_config: EvalConfig) -> int:
+    """Most tokens a prompt and its output may have together: what target, draft and the caller allow."""
+    return min(info.max_length, config.max_position_embeddings, eval_config.max_context or info.max_length)
 
 
 def resolve_dtype(eval_config: EvalConfig, info: TargetInfo) -> str:
@@ -213,6 +219,9 @@ def _settings(
         "confidence_threshold": eval_config.confidence_threshold,
         "max_new_tokens": eval_config.max_new_tokens,
         "seed": eval_config.seed,
+        "eos_token_ids": list(info.eos_token_ids),
+        "context_limit": context_limit(info, config, eval_config),
+        "prompts_digest": prompts_digest((prompt.id, prompt.input_ids, budget) for prompt, budget in admitted),
         "shortened_to_context": sum(budget < eval_config.max_new_tokens for _, budget in admitted),
     }
 
