@@ -1,0 +1,336 @@
+"""SGLang's ModelRunner in this process: forwards, the KV pools behind them, and their limits.
+
+Everything SGLang would only refuse obscurely (or not at all) is refused here, before it sees the request.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from target_bridge.fence import torch_done
+from target_bridge.sglang.adapter import Adapter, Packed, Start, prepare_process, round_up
+from target_bridge.sglang.versions import installed_version, make_adapter
+from target_bridge.target import TargetError, check_ids
+
+#: Engines alive in this process: SGLang keeps its configuration and process groups in globals.
+_ALIVE: list[Engine] = []
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine is, once it stands.
+
+    Attributes:
+        version: of SGLang.
+        hook: setter of the model class that capture goes through.
+        page_size: KV slots allocated together.
+        pool_tokens: KV slots altogether.
+        max_requests: requests that can hold KV at the same time.
+        context_length: most tokens of one request.
+        vocab_size: V, logical; ids are below it.
+        hidden_size: D.
+        num_taps: M.
+    """
+
+    version: str
+    hook: str
+    page_size: int
+    pool_tokens: int
+    max_requests: int
+    context_length: int
+    vocab_size: int
+    hidden_size: int
+    num_taps: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text on its way through the engine: begun, run by one forward, finished.
+
+    Attributes:
+        name: for messages.
+        ids: int64 [T], the whole text.
+        prefix: first tokens whose KV was found in the tree; they are not computed again.
+        handle: the adapter's.
+        epoch: of the engine when it was begun; a reset makes it void.
+    """
+
+    name: str
+    ids: np.ndarray
+    prefix: int
+    handle: Any
+    epoch: int
+
+    @property
+    def suffix(self) -> int:
+        """Tokens a forward computes."""
+        return len(self.ids) - self.prefix
+
+
+@dataclass(frozen=True)
+class Computed:
+    """One request's share of a forward; rows of the suffix only.
+
+    Attributes:
+        prefix: tokens before the first row.
+        context: [T - prefix, M*D] outputs of the tapped layers.
+        last: [T - prefix, D] after the final norm.
+        logits: [V] the engine's own logits of the last token, V logical.
+    """
+
+    prefix: int
+    context: torch.Tensor
+    last: torch.Tensor
+    logits: torch.Tensor
+
+
+class Engine:
+    """One engine; at most one at a time in a process.
+
+    Args:
+        start: everything resolved.
+        vocab_size: V, logical.
+        hidden_size: D.
+        max_length: most tokens of one request.
+
+    Attributes:
+        facts: see `EngineFacts`.
+        epoch: number of resets so far: requests begun before the last one are void.
+        forwards: forwards so far.
+
+    Raises:
+        TargetError: another engine is alive, an unsupported version, a model without a capture hook, or SGLang
+            could not start.
+    """
+
+    def __init__(self, start: Start, *, vocab_size: int, hidden_size: int, max_length: int) -> None:
+        if _ALIVE:
+            raise TargetError("an SGLang engine is already running in this process; close it first: engine.close()")
+        version = installed_version()
+        self._start = start
+        self._adapter: Adapter | None = make_adapter()
+        prepare_process(start.device)
+        _ALIVE.append(self)
+        try:
+            hook = _started(self._adapter, start, version)
+            self._tree = self._adapter.new_tree()
+        except BaseException:
+            self.close()
+            raise
+        runner = self._adapter.runner
+        self.epoch = 0
+        self.forwards = 0
+        self._numbers = itertools.count()
+        self.facts = EngineFacts(
+            version=version,
+            hook=hook,
+            page_size=start.page_size,
+            pool_tokens=int(runner.token_to_kv_pool_allocator.available_size()),
+            max_requests=int(runner.req_to_token_pool.available_size()),
+            context_length=max_length,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            num_taps=len(start.layer_ids),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._start.device
+
+    @property
+    def model(self) -> Any:
+        """SGLang's model object."""
+        return self._open().runner.model
+
+    @property
+    def free_tokens(self) -> int:
+        """KV slots nobody holds."""
+        return int(self._open().runner.token_to_kv_pool_allocator.available_size())
+
+    @property
+    def evictable_tokens(self) -> int:
+        """KV slots the tree holds and would give up."""
+        self._open()
+        return int(self._tree.evictable_size())
+
+    @property
+    def protected_tokens(self) -> int:
+        """KV slots of the tree that requests under way have locked."""
+        self._open()
+        return int(self._tree.protected_size())
+
+    @property
+    def free_requests(self) -> int:
+        """Requests that can still be run before one is finished."""
+        return int(self._open().runner.req_to_token_pool.available_size())
+
+    def begin(self, ids: Sequence[int] | np.ndarray, *, reuse: bool, name: str | None = None) -> Request:
+        """Make a request.
+
+        Args:
+            ids: the whole text.
+            reuse: match what earlier requests left in the tree (`finish(keep)`): whole pages, at most all tokens
+                but one. The matched prefix is locked until `finish` or `abandon`. False: never matches.
+            name: for messages.
+
+        Raises:
+            TargetError: an id outside the vocabulary, no ids, or more than `context_length`.
+        """
+        adapter = self._open()
+        number = next(self._numbers)
+        name = name or f"request {number}"
+        array = check_ids(ids, self.facts.vocab_size, name)
+        if array.size > self.facts.context_length:
+            raise TargetError(
+                f"{name} has {array.size} tokens, but the target takes at most {self.facts.context_length}"
+            )
+        # A key of its own is a tree of its own: nothing to match, whatever other requests left behind.
+        key = None if reuse else f"once-{number}"
+        handle = adapter.begin(f"draft-jax-{number}", array.tolist(), self._tree, key)
+        return Request(name, array, adapter.prefix_length(handle), handle, self.epoch)
+
+    def forward(self, requests: Sequence[Request]) -> list[Computed]:
+        """Run the suffixes of all requests in one forward.
+
+        Returns:
+            One entry per request, in order: views into the forward's own tensors, which no later forward and no
+            reset touches.
+
+        Raises:
+            TargetError: no requests, more than the engine has rows for, more tokens than the pool can hold even
+                after eviction (nothing has run then), or states that do not match the requests. An error inside
+                the engine, or of the last kind, resets it: all requests are void.
+        """
+        adapter = self._open()
+        self._admit(requests)
+        try:
+            packed = adapter.forward([request.handle for request in requests], self._tree)
+            computed = self._split(requests, packed)
+        except BaseException:
+            self.reset()
+            raise
+        self.forwards += 1
+        return computed
+
+    def finish(self, request: Request, keep: int = 0) -> None:
+        """Give a request's KV back after its forward.
+
+        Args:
+            request: has been run and not finished.
+            keep: its first so many tokens stay in the tree, for later requests with `reuse`; all other KV is freed.
+
+        Raises:
+            TargetError: `keep` is outside prefix..T (or 0), or the request is void.
+        """
+        adapter = self._open()
+        self._require_current(request)
+        if keep and not request.prefix <= keep <= len(request.ids):
+            raise TargetError(
+                f"{request.name}: cannot keep {keep} tokens; {request.prefix} came from the tree and it has"
+                f" {len(request.ids)}"
+            )
+        adapter.release(request.handle, self._tree, keep)
+
+    def abandon(self, request: Request) -> None:
+        """Give back a request that was begun and never run."""
+        adapter = self._open()
+        self._require_current(request)
+        adapter.unlock(request.handle, self._tree)
+
+    def reset(self) -> None:
+        """Empty the tree and both pools, after everything torch has under way is finished. Requests are void."""
+        adapter = self._open()
+        torch_done(self.device)
+        self._tree.reset()
+        adapter.runner.req_to_token_pool.clear()
+        adapter.runner.token_to_kv_pool_allocator.clear()
+        self.epoch += 1
+
+    def close(self) -> None:
+        """Take the engine down; another may be built afterwards. Tensors already handed out stay valid."""
+        adapter, self._adapter = self._adapter, None
+        if self in _ALIVE:
+            _ALIVE.remove(self)
+        if adapter is None:
+            return
+        torch_done(self.device)
+        self._tree = None
+        adapter.stop()
+
+    def _open(self) -> Adapter:
+        if self._adapter is None:
+            raise TargetError("this SGLang engine is closed")
+        return self._adapter
+
+    def _require_current(self, request: Request) -> None:
+        if request.epoch != self.epoch:
+            raise TargetError(f"{request.name} is void: the engine was reset after it was begun; begin it again")
+
+    def _admit(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            raise TargetError("the engine was asked to run no requests: the list is empty")
+        for request in requests:
+            self._require_current(request)
+        if len(requests) > self.free_requests:
+            raise TargetError(
+                f"{len(requests)} requests in one forward, but the engine has room for {self.free_requests} of its"
+                f" {self.facts.max_requests}; finish some first or raise target.sglang.max_running_requests"
+            )
+        page = self.facts.page_size
+        # The prefix is whole pages, so the suffix begins a page of its own.
+        needed = sum(round_up(request.suffix, page) for request in requests)
+        if needed > self.free_tokens + self.evictable_tokens:
+            raise TargetError(
+                f"{len(requests)} requests need {needed} KV slots (pages of {page}), but {self.free_tokens} of"
+                f" {self.facts.pool_tokens} are free and {self.evictable_tokens} can be evicted; finish requests first"
+                " or raise target.sglang.max_total_tokens"
+            )
+
+    def _split(self, requests: Sequence[Request], packed: Packed) -> list[Computed]:
+        """Match the packed rows to their requests."""
+        for request, count in zip(requests, packed.counts):
+            if count != request.suffix:
+                raise TargetError(f"{request.name}: expected {request.suffix} rows from the engine, got {count}")
+        total = sum(packed.counts)
+        taps, hidden = self.facts.num_taps, self.facts.hidden_size
+        expected = {
+            "context": (packed.context, (total, taps * hidden)),
+            "last": (packed.last, (total, hidden)),
+            "logits": (packed.logits, (len(requests), packed.logits.shape[-1])),
+        }
+        for what, (tensor, shape) in expected.items():
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
+                got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else "none"
+                rows = ", ".join(f"{request.name} ({request.suffix} rows)" for request in requests)
+                raise TargetError(f"{what} states of {rows}: expected {list(shape)} from the engine, got {got}")
+        return [
+            Computed(request.prefix, context, last, logits[: self.facts.vocab_size])
+            for request, context, last, logits in zip(
+                requests, packed.context.split(packed.counts), packed.last.split(packed.counts), packed.logits
+            )
+        ]
+
+
+def _started(adapter: Adapter, start: Start, version: str) -> str:
+    try:
+        return adapter.start(start)
+    except TargetError:
+        raise
+    except ModuleNotFoundError as error:
+        raise TargetError(
+            f"SGLang {version} could not be imported: {error}. docs/sglang.md lists what it needs on"
+            f" {'a CPU' if start.device.type == 'cpu' else 'a GPU'}"
+        ) from error
+    except Exception as error:
+        first = (str(error).strip() or repr(error)).split("\n")[0]
+        raise TargetError(
+            f"SGLang {version} could not start target {start.model_path} on {start.device}:"
+            f" {type(error).__name__}: {first}"
+        ) from error
