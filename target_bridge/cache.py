@@ -98,9 +98,9 @@ class CaptureCache:
             last.append(states[1])
         return Capture(context_hidden=context, last_hidden=last)
 
-    def open_session(self, max_length: int) -> Session:
+    def open_session(self, max_length: int, max_sequences: int = 1) -> Session:
         """The target's."""
-        return self._target.open_session(max_length)
+        return self._target.open_session(max_length, max_sequences)
 
     def frozen_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's."""

@@ -14,7 +14,7 @@ from torch import nn
 from target_bridge.batching import overhead_tokens, pad_right, plan_groups
 from target_bridge.hf_check import check_model
 from target_bridge.hf_parts import Parts, find_parts, text_config
-from target_bridge.hf_session import HFSession
+from target_bridge.hf_session import HFSession, check_sessions
 from target_bridge.hf_source import load_model, load_tokenizer, plain_config
 from target_bridge.hf_taps import LayerTaps
 from target_bridge.target import Capture, TargetError, TargetInfo, check_documents, validate_layer_ids
@@ -130,6 +130,8 @@ class HFTarget:
         parameters = sum(weight.numel() for weight in model.parameters())
         self._overhead = overhead_tokens(self.device.type, parameters)
         self._tokenizer: Any = None
+        self._text_config = config
+        self._sessions_checked = False
         dtype = self._parts.embedding.dtype
         self._info = TargetInfo(
             name=name,
@@ -163,6 +165,21 @@ class HFTarget:
     def parts(self) -> Parts:
         """Its decoder, layers, embedding and head."""
         return self._parts
+
+    @property
+    def text_config(self) -> Any:
+        """The language model's config object."""
+        return self._text_config
+
+    @property
+    def budget(self) -> int:
+        """Most cells of one padded forward."""
+        return self._budget
+
+    @property
+    def overhead(self) -> int:
+        """Cells of padding that cost as much as one more forward."""
+        return self._overhead
 
     @property
     def device(self) -> torch.device:
@@ -211,23 +228,41 @@ class HFTarget:
                 last[index] = final[row, : lengths[index]]
         return Capture(context_hidden=context, last_hidden=last)
 
-    def open_session(self, max_length: int) -> HFSession:
-        """A fresh decoding session of at most `max_length` tokens.
+    def open_session(self, max_length: int, max_sequences: int = 1) -> HFSession:
+        """A fresh decoding session of `max_sequences` texts of at most `max_length` tokens each.
 
         Raises:
-            TargetError: too long for the model, or a model that keeps a recurrent state instead of a KV
-                cache.
+            TargetError: too long for the model, a model that keeps a recurrent state instead of a KV cache, or one
+                that does not decode with a cache as it does without (checked on first use).
         """
         if getattr(self._model, "_is_stateful", False):
             raise TargetError(
                 f"target {self._info.name} ({type(self._model).__name__}) keeps a recurrent state, from "
                 "which rejected tokens cannot be taken back; it can be captured for training, not evaluated"
             )
-        return HFSession(self, max_length)
+        session = HFSession(self, max_length, max_sequences)
+        if not self._sessions_checked:
+            check_sessions(self)
+            self._sessions_checked = True
+        return session
 
     def frozen_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(embedding [V', D], LM head [V', D]): the model's own memory; one object twice when tied."""
         return self._parts.embedding, self._parts.head
+
+    @property
+    def model(self) -> nn.Module:
+        """The Transformers model itself, for those who compare with it."""
+        return self._model
+
+    def own_logits(self, documents: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """[V'] per document: the logits after its last token, by the model's own head and whatever it does to them."""
+        checked = check_documents(documents, self._info.vocab_size, self._info.max_length)
+        with torch.inference_mode():
+            return [
+                self._model(input_ids=torch.as_tensor(ids, device=self.device)[None], use_cache=False).logits[0, -1]
+                for ids in checked
+            ]
 
     def _forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids [R, T] -> (taps [R, T, M*D], last_hidden [R, T, D]). The LM head does not run."""

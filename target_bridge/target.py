@@ -1,7 +1,7 @@
 """What a target model must offer, and the checks on what it is asked.
 
 A *target* is the large model whose decoding is to be sped up. Training needs its hidden states
-(`capture`), the evaluator needs to continue a text with a KV cache (`open_session`), and the draft
+(`capture`), the evaluator needs to continue texts with a KV cache (`open_session`), and the draft
 borrows its embedding and LM head (`frozen_head`). Letters used for shapes: `T` tokens of one document,
 `M` taps, `D` hidden size, `V` vocabulary.
 """
@@ -9,7 +9,7 @@ borrows its embedding and LM head (`frozen_head`). Letters used for shapes: `T` 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,13 +70,12 @@ class Capture:
 
 @dataclass(frozen=True)
 class SessionStep:
-    """What one `Session.extend` gives.
+    """One text's share of a `Session.extend`.
 
     Attributes:
-        logits: fp32 [T, V] (V logical): row t is the distribution of the token that follows ids[t]. Fewer
-        rows, the
-            last ones, if `extend` was told so.
-        context_hidden: [T, M*D]: tapped states of the same ids.
+        logits: fp32 [n, V] (V logical): row t is the distribution of the token that follows ids[t]; n = T, or
+            only the last rows if `extend` was told so.
+        context_hidden: [T, M*D]: tapped states of the same ids, never of the committed prefix.
     """
 
     logits: torch.Tensor
@@ -84,25 +83,50 @@ class SessionStep:
 
 
 class Session(Protocol):
-    """One text being decoded, with the target's KV cache behind it."""
+    """Many texts decoded together, with the target's KV cache behind them.
+
+    A session has slots 0..max_sequences-1, each empty until its first `extend`. What a text's step gives does not
+    depend on which other texts share the session, except for the last bits that a matrix product of another shape
+    may round otherwise.
+    """
 
     @property
-    def length(self) -> int:
-        """Number of committed tokens."""
+    def max_sequences(self) -> int:
+        """Number of slots."""
         ...
 
-    def extend(self, ids: Sequence[int] | np.ndarray, *, last_logits: int | None = None) -> SessionStep:
-        """Run `ids` after the committed prefix. They stay provisional until `commit`.
+    @property
+    def max_length(self) -> int:
+        """Most tokens of one slot, committed and provisional together."""
+        ...
+
+    def length(self, slot: int) -> int:
+        """Committed tokens of the slot; 0 when it is empty."""
+        ...
+
+    def extend(
+        self, ids: Mapping[int, Sequence[int] | np.ndarray], *, last_logits: int | None = None
+    ) -> dict[int, SessionStep]:
+        """Run ids after the committed prefix of each named slot, in as few forwards as possible.
+
+        They stay provisional until `commit`. Slots that are not named are left alone.
 
         Args:
-            ids: 1-D integers, at least one.
-            last_logits: Compute logits for the last so many ids only (a long prompt needs one row, not T x
-                V).
+            ids: slot -> 1-D integers, at least one; lengths may differ.
+            last_logits: Compute logits for the last so many ids of each text only (a long prompt needs one row,
+                not T x V).
         """
         ...
 
-    def commit(self, n: int) -> None:
-        """Keep the first `n` ids of the last `extend` and drop the others from the cache."""
+    def commit(self, kept: Mapping[int, int]) -> None:
+        """Keep the first `kept[slot]` provisional ids of each slot and forget the others.
+
+        Every slot with provisional ids must be named, and no other.
+        """
+        ...
+
+    def free(self, slot: int) -> None:
+        """Forget the slot's text, provisional ids included; the slot can be used again."""
         ...
 
     def close(self) -> None:
@@ -125,8 +149,8 @@ class Target(Protocol):
         """Hidden states of every document, each computed as if it were alone."""
         ...
 
-    def open_session(self, max_length: int) -> Session:
-        """A fresh session that will hold at most `max_length` tokens."""
+    def open_session(self, max_length: int, max_sequences: int = 1) -> Session:
+        """A fresh session of `max_sequences` texts of at most `max_length` tokens each."""
         ...
 
     def frozen_head(self) -> tuple[torch.Tensor, torch.Tensor]:

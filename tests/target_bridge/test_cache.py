@@ -110,6 +110,6 @@ def test_everything_else_is_the_targets(target):
     cache = CaptureCache(target, 1000)
     assert cache.info is target.info
     assert cache.frozen_head()[0] is target.frozen_head()[0]
-    assert cache.open_session(4).length == 0
+    assert cache.open_session(4, 2).max_sequences == 2
     with pytest.raises(TargetError, match="has no tokenizer"):
         _ = cache.tokenizer

@@ -56,9 +56,9 @@ def decode_with_draft(
     runner.reset()
     session = target.open_session(len(prompt.input_ids) + max_new_tokens)
     try:
-        step = session.extend(prompt.input_ids, last_logits=1)
+        step = session.extend({0: prompt.input_ids}, last_logits=1)[0]
         fence.torch_done(step.logits.device)
-        session.commit(len(prompt.input_ids))
+        session.commit({0: len(prompt.input_ids)})
         first = sample(step.logits[-1], temperature, float(random.random(dtype=np.float32)))
         runner.extend(step.context_hidden)
         mark = time.perf_counter()
@@ -72,7 +72,7 @@ def decode_with_draft(
             tokens = block.tokens[:proposed]
             drafted = time.perf_counter()
             seconds.draft += drafted - mark
-            step = session.extend(np.array([anchor, *tokens]))
+            step = session.extend({0: np.array([anchor, *tokens])})[0]
             fence.torch_done(step.logits.device)
             verified = time.perf_counter()
             seconds.target += verified - drafted
@@ -84,7 +84,7 @@ def decode_with_draft(
             if finish is None:
                 # The anchor and the accepted drafts stay in both caches; the new anchor has no state yet.
                 kept = 1 + settled.accepted
-                session.commit(kept)
+                session.commit({0: kept})
                 anchor, remaining = settled.tokens[-1], remaining - settled.length
                 runner.extend(step.context_hidden[:kept])
             if stop_after is not None and len(rounds) >= stop_after:

@@ -77,9 +77,9 @@ def plain_decode(
         ids = np.asarray(prompt_ids)
         while True:
             start = time.perf_counter()
-            logits = session.extend(ids, last_logits=1).logits[-1]
+            logits = session.extend({0: ids}, last_logits=1)[0].logits[-1]
             fence.torch_done(logits.device)
-            session.commit(len(ids))
+            session.commit({0: len(ids)})
             spent = time.perf_counter() - start
             if tokens:
                 seconds.target += spent

@@ -1,0 +1,172 @@
+"""A KV cache of slots for Transformers models: many texts of different lengths in one forward.
+
+Transformers' own caches keep one length for all rows of a batch, so a row cannot take tokens back alone. Here every
+row has its own: keys and values are written at each token's own position, a mask hides what lies behind a text's end,
+and taking tokens back is moving that end. Letters: `R` rows of a forward, `T` tokens of a row, `S` cached positions,
+`G` kv heads, `C` head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from target_bridge.target import TargetError
+
+#: Cached positions are read in multiples of this many, so that a growing text seldom changes a kernel's shape.
+_READ_STEP = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of one forward stand.
+
+    Attributes:
+        slots: int64 [R]: slot of each row.
+        positions: int64 [R, T]: position of each token in its text; padding repeats the row's last one.
+        cells: int64 [R, T]: cached position each token is written to; padding goes to the spare one, `max_length`.
+        read: how many cached positions attention reads; 0 = no row has a prefix, so the cache is not read at all.
+        every: the rows are all slots in order: the cache is read in place.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    cells: torch.Tensor
+    read: int
+    every: bool
+
+
+def make_layout(
+    slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], num_slots: int, max_length: int, device: Any
+) -> Layout:
+    """The layout of a forward over `counts[r]` tokens after the first `starts[r]` of slot `slots[r]`."""
+    offset = np.arange(max(counts))[None]
+    start, count = np.asarray(starts)[:, None], np.asarray(counts)[:, None]
+    positions = start + np.minimum(offset, count - 1)
+    cells = np.where(offset < count, positions, max_length)
+    read = 0
+    if any(starts):
+        longest = int((start + count).max())
+        read = min(longest + -longest % _READ_STEP, max_length)
+
+    def tensor(array: Any) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(array, np.int64), device=device)
+
+    return Layout(tensor(slots), tensor(positions), tensor(cells), read, list(slots) == list(range(num_slots)))
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one decoder layer, [slots, G, max_length + 1, C] each; the last position is a spare.
+
+    Args:
+        owner: gives the layout of the forward that runs.
+    """
+
+    is_sliding = False  # every position is kept; the window is in the mask
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates on first use: only the forward knows heads, dims and dtype."""
+        length = self._owner.max_length + 1
+
+        def room(states: torch.Tensor) -> torch.Tensor:
+            # Zeros: what is masked has weight 0, and 0 times what memory happens to hold need not be 0.
+            return states.new_zeros((self._owner.num_slots, states.shape[1], length, states.shape[3]))
+
+        self.keys, self.values = room(key_states), room(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores [R, G, T, C] at the layout's cells; returns what the rows attend to, [R, G, S, C]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        layout = self._owner.layout
+        rows = layout.slots[:, None]
+        found = []
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            assert kept is not None
+            kept[rows, :, layout.cells] = states.transpose(1, 2)
+            if not layout.read:
+                found.append(states)
+            else:
+                view = kept[:, :, : layout.read]
+                found.append(view if layout.every else view[layout.slots])
+        return found[0], found[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of a forward without prefixes, the only one whose mask Transformers makes."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """0: positions are given explicitly."""
+        return 0
+
+    def get_max_length(self) -> int:
+        return self._owner.max_length
+
+
+class SlotCache(Cache):
+    """The layers of a `SlotLayer` cache, and the layout they share.
+
+    Args:
+        num_layers: of the decoder.
+        num_slots: texts side by side.
+        max_length: tokens a text may have.
+    """
+
+    layout: Layout
+
+    def __init__(self, num_layers: int, num_slots: int, max_length: int) -> None:
+        self.num_slots, self.max_length = num_slots, max_length
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+
+
+class SlotMasks:
+    """The attention masks a model wants beside a `SlotCache`.
+
+    Args:
+        config: the model's text config: `layer_types` and `sliding_window` say which layers see how far.
+        name: the target's, for messages.
+
+    Raises:
+        TargetError: a kind of layer whose mask is not known here.
+    """
+
+    def __init__(self, config: Any, name: str) -> None:
+        kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+        window = getattr(config, "sliding_window", None)
+        known = {"full_attention": None, "sliding_attention": window}
+        if unknown := [kind for kind in kinds if kind not in known]:
+            raise TargetError(
+                f"target {name} has layers of kind {', '.join(map(repr, unknown))}; decoding with a cache knows "
+                f"{', '.join(known)}. It can be captured for training, not evaluated"
+            )
+        self._windows: dict[str, int | None] = {kind: known[kind] for kind in kinds} or {"": window}
+
+    def make(self, layout: Layout, dtype: torch.dtype) -> Any:
+        """Additive masks [R, 1, T, S] of one forward: one tensor, or one per kind of layer where kinds differ.
+
+        None when no row has a prefix: the model's own causal mask is right then, because padding is on the right.
+        """
+        if not layout.read:
+            return None
+        key = torch.arange(layout.read, device=layout.positions.device)
+        query = layout.positions[:, None, :, None]
+        masks = {}
+        for kind, window in self._windows.items():
+            seen = key <= query
+            if window is not None:
+                seen = seen & (key > query - window)
+            hidden = torch.finfo(dtype).min
+            masks[kind] = torch.zeros(seen.shape, dtype=dtype, device=key.device).masked_fill_(~seen, hidden)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
