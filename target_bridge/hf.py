@@ -13,7 +13,7 @@ from torch import nn
 
 from target_bridge.batching import overhead_tokens, pad_right, plan_groups
 from target_bridge.hf_check import check_model
-from target_bridge.hf_parts import Parts, find_parts, text_config
+from target_bridge.hf_parts import Parts, find_parts, max_length_of, num_layers_of, text_config
 from target_bridge.hf_session import HFSession, check_sessions
 from target_bridge.hf_source import load_model, load_tokenizer, plain_config
 from target_bridge.hf_taps import LayerTaps
@@ -60,7 +60,7 @@ def load_hf_target(
         revision=revision,
         trust_remote_code=trust_remote_code,
         # Before the weights are read: a wrong tap should not cost the loading of 30 GB.
-        check_config=lambda config: validate_layer_ids(layer_ids, _num_layers(text_config(config), name_or_path)),
+        check_config=lambda config: validate_layer_ids(layer_ids, num_layers_of(text_config(config), name_or_path)),
     )
     return HFTarget(
         model.to(torch_device),
@@ -120,7 +120,7 @@ class HFTarget:
     ) -> None:
         model.eval().requires_grad_(False)
         config = text_config(model.config)
-        num_layers = _num_layers(config, name)
+        num_layers = num_layers_of(config, name)
         layer_ids = validate_layer_ids(layer_ids, num_layers)
         self._model = model
         self._parts = find_parts(model, num_layers, name)
@@ -138,7 +138,7 @@ class HFTarget:
             hidden_size=int(config.hidden_size),
             num_layers=num_layers,
             vocab_size=int(config.vocab_size),
-            max_length=_max_length(config, max_length, name),
+            max_length=max_length_of(config, max_length, name),
             layer_ids=layer_ids,
             dtype=str(dtype).removeprefix("torch."),
             config=plain_config(config),
@@ -288,21 +288,3 @@ class HFTarget:
         if asked < 1:
             raise TargetError(f"max_tokens_per_forward must be at least 1, got {asked}")
         return asked
-
-
-def _num_layers(config: Any, name: str) -> int:
-    count = getattr(config, "num_hidden_layers", None)
-    if not isinstance(count, int) or count < 2:
-        raise TargetError(f"target {name}: num_hidden_layers is {count!r}; a target needs at least two layers to tap")
-    return count
-
-
-def _max_length(config: Any, asked: int | None, name: str) -> int:
-    own = getattr(config, "max_position_embeddings", None)
-    if asked is None:
-        if not isinstance(own, int) or own < 1:
-            raise TargetError(f"target {name}: its config has no max_position_embeddings; give max_length yourself")
-        return own
-    if asked < 1 or (isinstance(own, int) and asked > own):
-        raise TargetError(f"max_length {asked} must be 1..{own}, the max_position_embeddings of target {name}")
-    return asked

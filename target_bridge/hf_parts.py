@@ -38,6 +38,26 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def num_layers_of(config: Any, name: str) -> int:
+    """Decoder layers of a text config; at least two, or there is none to tap."""
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int) or count < 2:
+        raise TargetError(f"target {name}: num_hidden_layers is {count!r}; a target needs at least two layers to tap")
+    return count
+
+
+def max_length_of(config: Any, asked: int | None, name: str) -> int:
+    """Most tokens of a document: what a text config says, or what was asked, if that is not more."""
+    own = getattr(config, "max_position_embeddings", None)
+    if asked is None:
+        if not isinstance(own, int) or own < 1:
+            raise TargetError(f"target {name}: its config has no max_position_embeddings; give max_length yourself")
+        return own
+    if asked < 1 or (isinstance(own, int) and asked > own):
+        raise TargetError(f"max_length {asked} must be 1..{own}, the max_position_embeddings of target {name}")
+    return asked
+
+
 def find_parts(model: nn.Module, num_layers: int, name: str) -> Parts:
     """Find decoder, layers, embedding and head.
 

@@ -187,6 +187,21 @@ def find_hook(model_class: type, name: str) -> str:
     )
 
 
+def plain_tree(runner: Any) -> Any:
+    """A radix tree over the runner's pools; its constructor is the same in all supported versions."""
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+    return RadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+            page_size=runner.page_size,
+        )
+    )
+
+
 def free_port() -> int:
     """A TCP port nobody uses now."""
     with socket.socket() as listener:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from target_bridge.sglang.adapter import Packed, Start, find_hook, round_up, server_arguments
+from target_bridge.sglang.adapter import Packed, Start, find_hook, plain_tree, round_up, server_arguments
 
 #: Setter of the model class -> the flag's name for that convention.
 _METHODS = {
@@ -68,17 +68,7 @@ class Adapter0523:
 
     def new_tree(self) -> Any:
         """A plain radix tree over the pools."""
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.radix_cache import RadixCache
-
-        return RadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.runner.req_to_token_pool,
-                token_to_kv_pool_allocator=self.runner.token_to_kv_pool_allocator,
-                page_size=self.runner.page_size,
-            )
-        )
+        return plain_tree(self.runner)
 
     def begin(self, name: str, ids: Sequence[int], tree: Any, extra_key: str | None) -> Any:
         """A request with its prefix matched and locked."""
