@@ -1,10 +1,14 @@
-"""Prompts to evaluate on: JSONL files, rendered by the chat template the target will be served with."""
+"""Prompts to evaluate on: JSONL files, rendered by the chat template the target will be served with.
+
+`task_folder` finds the files of the public tasks, `converters` makes them.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,10 @@ from train.data.formats import Conversation, Message, RowRefused, parse_row
 
 #: Ends a conversation that has no answer yet, so that the training reader takes it; cut off again at once.
 _PLACEHOLDER = {"role": "assistant", "content": ""}
+#: Orders a task's rows before they are cut (dspark_spec 5.2).
+ORDER_SEED = 980406
+
+Render = Callable[[list[Message], list[dict] | None], str]
 
 
 @dataclass(frozen=True)
@@ -28,12 +36,20 @@ class Prompt:
         input_ids: int32 [T], the rendered conversation up to and including the generation prompt.
         text: the last message, for reports.
         task: name of the task it belongs to.
+        index: its place in the task's order, counted from 0: DeepSpec's sample i.
+        messages: the conversation that was rendered, its last message a user's or a tool's.
+        tools: schemas offered with it.
+        follow_ups: later user turns, to be asked after the answer (`PromptSet.next_turn`).
     """
 
     id: str
     input_ids: np.ndarray
     text: str = ""
     task: str = ""
+    index: int = 0
+    messages: tuple[Message, ...] = ()
+    tools: list[dict] | None = None
+    follow_ups: tuple[str, ...] = ()
 
 
 @dataclass
@@ -41,14 +57,21 @@ class PromptSet:
     """Prompts of a file and what was left out of it.
 
     Attributes:
-        prompts: in the file's order.
+        prompts: in the file's order, or the task's.
         refused: (line number, reason) of every row that is no prompt.
-        unused_turns: later user turns of `turns` rows; only the first is asked (dspark_spec 5.1).
+        render: how they were rendered: (messages, tools) -> text.
+        tokenizer: the target's.
     """
 
     prompts: list[Prompt] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
-    unused_turns: int = 0
+    render: Render | None = None
+    tokenizer: Any = None
+
+    @property
+    def unused_turns(self) -> int:
+        """Later user turns of `turns` rows: only the first is asked (dspark_spec 5.1), unless `next_turn` is used."""
+        return sum(len(prompt.follow_ups) for prompt in self.prompts)
 
     def summary(self) -> str:
         """What was left out: a line per reason with its count and first place. Empty when nothing was."""
@@ -59,6 +82,29 @@ class PromptSet:
             lines.append(f"{self.unused_turns} later user turn(s) not asked: a row of turns asks its first")
         return "\n".join(lines)
 
+    def next_turn(self, answers: Mapping[str, str]) -> PromptSet:
+        """The prompts' next user turns, each after the answer its conversation got so far.
+
+        Args:
+            answers: prompt id -> text of the answer, special tokens left out. Prompts without one (refused by
+                the evaluation) have no next turn.
+        """
+        assert self.render is not None, "a set that was loaded from a file"
+        found = PromptSet(render=self.render, tokenizer=self.tokenizer)
+        for prompt in self.prompts:
+            if not prompt.follow_ups or prompt.id not in answers:
+                continue
+            question, *later = prompt.follow_ups
+            answer: Message = {"role": "assistant", "content": answers[prompt.id]}
+            messages = [*prompt.messages, answer, {"role": "user", "content": question}]
+            turn = sum(message["role"] == "user" for message in messages)
+            ids = _tokenize(self.tokenizer, self.render(messages, prompt.tools))
+            name = f"{prompt.id.removesuffix(f'#turn{turn - 1}')}#turn{turn}"
+            found.prompts.append(
+                Prompt(name, ids, question, prompt.task, prompt.index, tuple(messages), prompt.tools, tuple(later))
+            )
+        return found
+
 
 def load_prompts(
     path: str | Path | None,
@@ -67,6 +113,8 @@ def load_prompts(
     limit: int | None = None,
     template: str = "auto",
     enable_thinking: bool = False,
+    task: str | None = None,
+    cap: int | None = None,
 ) -> PromptSet:
     """Reads a JSONL file of prompts.
 
@@ -80,6 +128,9 @@ def load_prompts(
         limit: at most this many prompts, from the start.
         template: auto = the tokenizer's own chat template, as a server uses it; else as `data.template`.
         enable_thinking: handed to templates that know the switch; False as in DeepSpec's evaluator.
+        task: the name its prompts carry; default: the file's name without suffix.
+        cap: a file of more rows is shuffled (always the same way) and cut to so many. Whatever the limit, the
+            prompts are a prefix of that order, so a small evaluation is part of the full one.
 
     Raises:
         ValueError: the file cannot be read or holds no prompt, or there is no chat template.
@@ -88,33 +139,56 @@ def load_prompts(
     if not path.is_file():
         raise ValueError(f"prompts file {path} does not exist")
     render = _renderer(tokenizer, template, enable_thinking)
-    found = PromptSet()
+    found = PromptSet(render=render, tokenizer=tokenizer)
+    if task is None:
+        task = path.name.removesuffix(".gz").removesuffix(".jsonl")
     taken: set[str] = set()
-    for place, line in read_lines(path.parent, [path.name]):
+    for index, (place, line) in enumerate(ordered_rows(read_lines(path.parent, [path.name]), cap)):
         if limit is not None and len(found.prompts) >= limit:
             break
         try:
-            conversation, unused = _read_row(line, place)
+            conversation, follow_ups = _read_row(line, place)
             text = render(conversation.messages, conversation.tools)
         except RowRefused as refused:
             found.refused.append((place.line, refused.reason))
             continue
-        ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-        found.unused_turns += unused
         name = conversation.id
         if name in taken:
             name = f"{name}#{place.line}"  # two prompts must not share their randomness
         taken.add(name)
-        found.prompts.append(Prompt(name, ids, conversation.messages[-1]["content"]))
+        asked = conversation.messages
+        ids = _tokenize(tokenizer, text)
+        found.prompts.append(
+            Prompt(name, ids, asked[-1]["content"], task, index, tuple(asked), conversation.tools, follow_ups)
+        )
     if not found.prompts:
         what = f": {found.summary()}" if found.refused else ", it has no rows"
         raise ValueError(f"prompts file {path} holds no prompt{what}")
     return found
 
 
-def _read_row(line: bytes, place: Place) -> tuple[Conversation, int]:
-    """The conversation up to what is asked, and how many later user turns it leaves unasked."""
-    row, unused = _with_answer(line)
+def ordered_rows(rows: Iterable[tuple[Place, bytes]], cap: int | None) -> Iterable[tuple[Place, bytes]]:
+    """The rows in the order they are asked: the file's, or shuffled and cut where there are more than `cap`.
+
+    DeepSpec shuffles a file that is longer than what it asks of it (dspark_spec 5.2); a list of equal length is
+    always permuted equally, so the same file gives the same prompts.
+    """
+    if cap is None:
+        return rows
+    listed = list(rows)
+    if len(listed) > cap:
+        random.Random(ORDER_SEED).shuffle(listed)
+    return listed[:cap]
+
+
+def _tokenize(tokenizer: Any, text: str) -> np.ndarray:
+    """int32 [T]; the template wrote the special tokens already."""
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _read_row(line: bytes, place: Place) -> tuple[Conversation, tuple[str, ...]]:
+    """The conversation up to what is asked, and the later user turns it leaves unasked."""
+    row, follow_ups = _with_answer(line)
     conversation = parse_row(row, place, vocab_size=0)
     if not isinstance(conversation, Conversation):
         raise RowRefused("row of token ids, not a prompt")
@@ -125,29 +199,29 @@ def _read_row(line: bytes, place: Place) -> tuple[Conversation, int]:
         raise RowRefused("no user turn before the last assistant turn")
     if not asked[-1]["content"].strip():
         raise RowRefused("empty prompt")
-    return Conversation(conversation.id, place, asked, conversation.tools), unused
+    return Conversation(conversation.id, place, asked, conversation.tools), follow_ups
 
 
-def _with_answer(line: bytes) -> tuple[bytes, int]:
+def _with_answer(line: bytes) -> tuple[bytes, tuple[str, ...]]:
     """The row in a form the training reader takes: `turns` as messages, and an answer at the end."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
-        return line, 0  # the reader says what is wrong with it
+        return line, ()  # the reader says what is wrong with it
     if not isinstance(row, dict):
-        return line, 0
-    unused = 0
+        return line, ()
+    follow_ups: tuple[str, ...] = ()
     if row.get("turns") is not None:
         turns = row.pop("turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise RowRefused("turns are not a list of strings")
         row["messages"] = [{"role": "user", "content": turns[0]}]
-        unused = len(turns) - 1
+        follow_ups = tuple(turns[1:])
     for key in ("messages", "conversations"):
         turns = row.get(key)
         if isinstance(turns, list) and turns and not _is_assistant(turns[-1]):
             row[key] = [*turns, _PLACEHOLDER]
-    return json.dumps(row).encode(), unused
+    return json.dumps(row).encode(), follow_ups
 
 
 def _is_assistant(message: Any) -> bool:
@@ -156,7 +230,7 @@ def _is_assistant(message: Any) -> bool:
     return message.get("role") == "assistant" or message.get("from") in ("gpt", "assistant")
 
 
-def _renderer(tokenizer: Any, template: str, enable_thinking: bool):
+def _renderer(tokenizer: Any, template: str, enable_thinking: bool) -> Render:
     """(messages, tools) -> text ending in the generation prompt."""
     if template == "auto" and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
