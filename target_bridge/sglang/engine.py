@@ -171,13 +171,21 @@ class Engine:
         """Requests that can still be run before one is finished."""
         return int(self._open().runner.req_to_token_pool.available_size())
 
-    def begin(self, ids: Sequence[int] | np.ndarray, *, reuse: bool, name: str | None = None) -> Request:
+    @property
+    def takes_tokens_back(self) -> bool:
+        """Whether its KV is plain slots, one per token; a sliding window's or a recurrent state's pools are not."""
+        runner = self._open().runner
+        pools = (type(runner.req_to_token_pool).__name__, type(runner.token_to_kv_pool_allocator).__name__)
+        return pools[0] == "ReqToTokenPool" and pools[1] in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+
+    def begin(self, ids: Sequence[int] | np.ndarray, *, reuse: bool | str, name: str | None = None) -> Request:
         """Make a request.
 
         Args:
             ids: the whole text.
             reuse: match what earlier requests left in the tree (`finish(keep)`): whole pages, at most all tokens
-                but one. The matched prefix is locked until `finish` or `abandon`. False: never matches.
+                but one. The matched prefix is locked until `finish` or `abandon`. A string: only what requests with
+                the same one left there. False: never matches.
             name: for messages.
 
         Raises:
@@ -192,7 +200,7 @@ class Engine:
                 f"{name} has {array.size} tokens, but the target takes at most {self.facts.context_length}"
             )
         # A key of its own is a tree of its own: nothing to match, whatever other requests left behind.
-        key = None if reuse else f"once-{number}"
+        key = f"text-{reuse}" if isinstance(reuse, str) else None if reuse else f"once-{number}"
         handle = adapter.begin(f"draft-jax-{number}", array.tolist(), self._tree, key)
         return Request(name, array, adapter.prefix_length(handle), handle, self.epoch)
 
