@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = ("math_template", "code_template", "wiki_title")
+#: The task under which a held-out prompt's figures are counted.
+TASKS = {"math_template": "math", "code_template": "code", "wiki_title": "chat"}
 PER_SOURCE = 534
 PROMPTS = 64
 SEED = 980406
@@ -217,9 +219,10 @@ def write_conversations(rows: list[Row], path: Path) -> None:
 
 
 def write_prompts(prompts: list[tuple[str, str]], path: Path) -> None:
-    """One prompt a line, in the form of the evaluation sets: {"id", "turns": [question]}."""
+    """One prompt a line, in the form of the evaluation sets: {"id", "task", "turns": [question]}."""
     lines = [
-        json.dumps({"id": f"{source}-held-out-{i}", "turns": [prompt]}, ensure_ascii=False) + "\n"
+        json.dumps({"id": f"{source}-held-out-{i}", "task": TASKS[source], "turns": [prompt]}, ensure_ascii=False)
+        + "\n"
         for i, (source, prompt) in enumerate(prompts)
     ]
     path.write_text("".join(lines), encoding="utf-8")

@@ -120,7 +120,7 @@ def load_prompts(
 
     A row is `{"turns": [str, ...]}`, of which the first turn is asked, or `{"messages" | "conversations":
     [...]}` in OpenAI's or ShareGPT's form, asked up to its last assistant turn. An `id` names the prompt,
-    else its line does.
+    else its line does; a `task` says where its figures are counted, so one file can hold several tasks.
 
     Args:
         path: the file; None = the prompts shipped with the package.
@@ -128,7 +128,7 @@ def load_prompts(
         limit: at most this many prompts, from the start.
         template: auto = the tokenizer's own chat template, as a server uses it; else as `data.template`.
         enable_thinking: handed to templates that know the switch; False as in DeepSpec's evaluator.
-        task: the name its prompts carry; default: the file's name without suffix.
+        task: the name that prompts without one of their own carry; default: the file's name without suffix.
         cap: a file of more rows is shuffled (always the same way) and cut to so many. Whatever the limit, the
             prompts are a prefix of that order, so a small evaluation is part of the full one.
 
@@ -147,7 +147,7 @@ def load_prompts(
         if limit is not None and len(found.prompts) >= limit:
             break
         try:
-            conversation, follow_ups = _read_row(line, place)
+            conversation, follow_ups, own_task = _read_row(line, place)
             text = render(conversation.messages, conversation.tools)
         except RowRefused as refused:
             found.refused.append((place.line, refused.reason))
@@ -159,7 +159,9 @@ def load_prompts(
         asked = conversation.messages
         ids = _tokenize(tokenizer, text)
         found.prompts.append(
-            Prompt(name, ids, asked[-1]["content"], task, index, tuple(asked), conversation.tools, follow_ups)
+            Prompt(
+                name, ids, asked[-1]["content"], own_task or task, index, tuple(asked), conversation.tools, follow_ups
+            )
         )
     if not found.prompts:
         what = f": {found.summary()}" if found.refused else ", it has no rows"
@@ -186,9 +188,9 @@ def _tokenize(tokenizer: Any, text: str) -> np.ndarray:
     return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-def _read_row(line: bytes, place: Place) -> tuple[Conversation, tuple[str, ...]]:
-    """The conversation up to what is asked, and the later user turns it leaves unasked."""
-    row, follow_ups = _with_answer(line)
+def _read_row(line: bytes, place: Place) -> tuple[Conversation, tuple[str, ...], str]:
+    """The conversation up to what is asked, the later user turns it leaves unasked, and the row's own task."""
+    row, follow_ups, task = _with_answer(line)
     conversation = parse_row(row, place, vocab_size=0)
     if not isinstance(conversation, Conversation):
         raise RowRefused("row of token ids, not a prompt")
@@ -199,18 +201,21 @@ def _read_row(line: bytes, place: Place) -> tuple[Conversation, tuple[str, ...]]
         raise RowRefused("no user turn before the last assistant turn")
     if not asked[-1]["content"].strip():
         raise RowRefused("empty prompt")
-    return Conversation(conversation.id, place, asked, conversation.tools), follow_ups
+    return Conversation(conversation.id, place, asked, conversation.tools), follow_ups, task
 
 
-def _with_answer(line: bytes) -> tuple[bytes, tuple[str, ...]]:
+def _with_answer(line: bytes) -> tuple[bytes, tuple[str, ...], str]:
     """The row in a form the training reader takes: `turns` as messages, and an answer at the end."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
-        return line, ()  # the reader says what is wrong with it
+        return line, (), ""  # the reader says what is wrong with it
     if not isinstance(row, dict):
-        return line, ()
+        return line, (), ""
     follow_ups: tuple[str, ...] = ()
+    task = row.get("task") or ""
+    if not isinstance(task, str):
+        raise RowRefused("task is not a string")
     if row.get("turns") is not None:
         turns = row.pop("turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
@@ -221,7 +226,7 @@ def _with_answer(line: bytes) -> tuple[bytes, tuple[str, ...]]:
         turns = row.get(key)
         if isinstance(turns, list) and turns and not _is_assistant(turns[-1]):
             row[key] = [*turns, _PLACEHOLDER]
-    return json.dumps(row).encode(), follow_ups
+    return json.dumps(row).encode(), follow_ups, task
 
 
 def _is_assistant(message: Any) -> bool:

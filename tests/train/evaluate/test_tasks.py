@@ -183,3 +183,27 @@ def test_shipped_prompts_are_the_default():
     assert QUICKSTART_PROMPTS.is_file()
     assert len(found.prompts) >= 14
     assert found.refused == []
+
+
+def test_later_turns_are_asked_after_the_answers(write):
+    path = write({"id": "x", "turns": ["a", "b", "c"]}, {"id": "y", "turns": ["d"]}, {"id": "z", "turns": ["a", "e"]})
+    first = load_prompts(path, make_tokenizer())
+    second = first.next_turn({"x": "f g", "y": "h"})  # z was refused by the evaluation
+    (prompt,) = second.prompts
+    assert prompt.id == "x#turn2"
+    assert prompt.text == "b"
+    assert words(prompt) == (
+        "<|im_start|> user a <|im_end|> <|im_start|> assistant f g <|im_end|> <|im_start|> user b <|im_end|> "
+        "<|im_start|> assistant"
+    )
+    (last,) = second.next_turn({"x#turn2": "h"}).prompts
+    assert last.id == "x#turn3"
+    assert words(last).endswith("assistant h <|im_end|> <|im_start|> user c <|im_end|> <|im_start|> assistant")
+    assert last.follow_ups == ()
+
+
+def test_rows_say_their_task(write):
+    path = write({"task": "maths", "turns": ["a"]}, {"turns": ["b"]}, {"task": 3, "turns": ["c"]}, name="mix.jsonl.gz")
+    found = load_prompts(path, make_tokenizer())
+    assert [p.task for p in found.prompts] == ["maths", "mix"]
+    assert found.refused == [(3, "task is not a string")]
