@@ -1,0 +1,6 @@
+"""Stock SGLang as a server in a process of its own: started, asked, diagnosed when it fails, always stopped.
+
+`engine_process`  what runs there: stock `sglang.Engine` behind two pipes; imports nothing of ours
+`server`          our side: `EngineServer`, deadlines, the process group
+`diagnosis`       the end of a server's log -> what it means and what to do
+"""

@@ -1,0 +1,106 @@
+"""One check: serve with the draft, then without, one server at a time, and compare."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draft_jax.config import DraftConfig
+from target_bridge.serving.server import EngineServer, ServerSettings
+from train.serve_check.comparison import Comparison, compare_outputs, with_margins
+from train.serve_check.config import ServeConfig
+from train.serve_check.offline import Asked, OfflineResult
+from train.serve_check.serving import ServedPass, margins, serve_pass
+
+#: Tokens kept free at the end of the context beside the verify window, which SGLang writes ahead.
+SLACK = 2
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is checked.
+
+    Attributes:
+        name: the draft in words.
+        draft: its configuration.
+        digest: of its content (train.evaluate.identity).
+        folder: its served folder.
+        target: name or folder of the target.
+        output: folder of everything written.
+    """
+
+    name: str
+    draft: DraftConfig
+    digest: str
+    folder: Path
+    target: str
+    output: Path
+
+
+def run(
+    config: ServeConfig, check: Check, asked: Asked, offline: Mapping[float, OfflineResult], *, trust: bool = False
+) -> tuple[list[Comparison], dict[str, Any]]:
+    """Serves with the draft, then without, one server at a time, and compares.
+
+    Returns:
+        A comparison per temperature, and facts of the servers.
+
+    Raises:
+        ServerFailure, AccountingError: see there.
+    """
+    first = next(iter(offline.values()))
+    eos, dtype = [int(token) for token in first.settings["eos_token_ids"]], first.settings["target_dtype"]
+    context = asked.longest + check.draft.block_size + 1 + SLACK
+    environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(check.target).is_dir() else {}
+    facts: dict[str, Any] = {}
+
+    def serve(name: str, draft: str | None) -> EngineServer:
+        print(f"starting SGLang {name}", file=sys.stderr)
+        engine = config.engine(
+            check.target, dtype, context, draft=draft, block_size=check.draft.block_size, trust=trust
+        )
+        log = check.output / f"server_{name.replace(' ', '_')}.log"
+        return EngineServer(
+            ServerSettings(engine, log, config.python, config.pythonpath, environment, config.deadlines)
+        )
+
+    def all_passes(server: EngineServer, name: str, block_size: int | None) -> dict[float, ServedPass]:
+        facts.setdefault("version", server.version)
+        facts[name] = {**server.facts, "start_seconds": round(server.start_seconds, 2)}
+        passes = {}
+        for temperature in config.temperatures:
+            begin = time.monotonic()
+            passes[temperature] = serve_pass(server, asked, temperature, eos, block_size, config.concurrency)
+            spent = time.monotonic() - begin
+            print(f"served {name} at temperature {temperature:g} ({spent:.0f} s, warm-up included)", file=sys.stderr)
+        return passes
+
+    with serve("with the draft", str(check.folder)) as server:
+        served = all_passes(server, "with the draft", check.draft.block_size)
+    identities = {}
+    greedy = next((t for t in config.temperatures if not t), None)
+    if greedy is not None:
+        identities["offline"] = compare_outputs(served[greedy].outputs, offline[greedy].outputs)
+    plain: dict[float, ServedPass] = {}
+    if config.plain:
+        with serve("without it", None) as server:
+            plain = all_passes(server, "without it", None)
+            if greedy is not None:
+                identities["plain"] = compare_outputs(served[greedy].outputs, plain[greedy].outputs)
+                ids = {prompt.id: prompt.input_ids.tolist() for prompt in asked.prompts}
+                outputs = served[greedy].outputs
+                for kind, identity in identities.items():
+                    places = {item.prompt: outputs[item.prompt][: item.position] for item in identity.differences}
+                    identities[kind] = with_margins(identity, margins(server, ids, places))
+    return [
+        Comparison(
+            t, offline[t], served[t], plain.get(t), check.draft.block_size, config.tolerance,
+            identities.get("plain") if t == greedy else None,
+            identities.get("offline") if t == greedy else None,
+        )
+        for t in config.temperatures
+    ], facts  # fmt: skip
