@@ -76,7 +76,9 @@ def assemble(
             config, draft.target_layer_ids, platform, resolve_dtype(config.target.dtype, platform)
         )
     _check_target(config, draft, target.info)
-    data = load_dataset(config.data, target.tokenizer, target.info.vocab_size)
+    # Rows of ids need no tokenizer, and a target of random weights may have none.
+    tokenizer = None if config.data.format == "tokens" else target.tokenizer
+    data = load_dataset(config.data, tokenizer, target.info.vocab_size)
     print(data.summary.format(), flush=True)
     train = config.train
     rows = RowIterator(
@@ -96,7 +98,6 @@ def assemble(
         schedule=make_schedule(config.optimizer, total_steps),
         dtype=jnp.dtype(dtype),
         attention=train.attention,
-        batch_shards=train.devices,
     )
     programs = compile_programs(
         options,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from draft_jax.objective.config import ObjectiveConfig
+from target_bridge.sglang.options import EngineOptions
 
 from .data.config import DataConfig
 from .evaluate.config import EvalConfig
@@ -25,7 +26,8 @@ class TargetConfig:
     Attributes:
         path: folder with config.json and weights, or a hub name.
         revision: hub revision; None = the hub's default.
-        bridge: which target runs it. `hf` = Transformers, in this process.
+        bridge: what runs it, in this process: `hf` = Transformers, `sglang` = stock SGLang (docs/sglang.md).
+        sglang: options of the SGLang engine; without effect for `hf`.
         dtype: of the target's weights and forward: auto = bfloat16 on an accelerator, float32 on a CPU.
         device: auto (the accelerator JAX uses, else the CPU), cpu, cuda or cuda:N.
         trust_remote_code: run Python code that comes with the model.
@@ -34,7 +36,8 @@ class TargetConfig:
 
     path: str
     revision: str | None = None
-    bridge: Literal["hf"] = "hf"
+    bridge: Literal["hf", "sglang"] = "hf"
+    sglang: EngineOptions = field(default_factory=EngineOptions)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
@@ -43,6 +46,12 @@ class TargetConfig:
     def __post_init__(self):
         _require(bool(self.path), "target.path", self.path, "give a model folder or a hub name")
         _require(self.capture_cache_gib >= 0, "target.capture_cache_gib", self.capture_cache_gib, "give 0 or more")
+        _require(
+            self.bridge == "sglang" or self.sglang == EngineOptions(),
+            "target.sglang",
+            self.sglang,
+            f"target.bridge is {self.bridge!r}, so it would have no effect; set target.bridge: sglang or leave it out",
+        )
 
 
 @dataclass(frozen=True)

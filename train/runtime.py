@@ -66,7 +66,7 @@ def _torch_sees_gpu() -> bool:
 
 
 def load_target(config: RunConfig, layer_ids: tuple[int, ...], platform: str, dtype: str) -> Any:
-    """Load the target with its taps, on the platform JAX runs on.
+    """Load the target with its taps, on the platform JAX runs on, over the bridge that the run names.
 
     Args:
         config: the run.
@@ -74,16 +74,35 @@ def load_target(config: RunConfig, layer_ids: tuple[int, ...], platform: str, dt
         platform: of JAX; decides `target.device: auto`.
         dtype: resolved dtype of the target.
     """
-    from target_bridge.hf import load_hf_target
-
-    device = config.target.device
+    target = config.target
+    device = target.device
     if device == "auto":
         device = "cpu" if platform == "cpu" else "cuda"
+    if target.bridge == "sglang":
+        import jax
+
+        from target_bridge.sglang.target import load_sglang_target
+
+        # JAX reserves its share with its first array, and the engine divides what is free then.
+        jax.block_until_ready(jax.numpy.zeros(()))
+        return load_sglang_target(
+            target.path,
+            layer_ids,
+            options=target.sglang,
+            dtype=dtype,
+            device=device,
+            revision=target.revision,
+            trust_remote_code=target.trust_remote_code,
+            longest=config.data.max_length,
+            step_tokens=config.train.batch_rows * config.data.max_length,
+        )
+    from target_bridge.hf import load_hf_target
+
     return load_hf_target(
-        config.target.path,
+        target.path,
         layer_ids,
         dtype=dtype,
         device=device,
-        revision=config.target.revision,
-        trust_remote_code=config.target.trust_remote_code,
+        revision=target.revision,
+        trust_remote_code=target.trust_remote_code,
     )

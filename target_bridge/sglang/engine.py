@@ -5,8 +5,11 @@ Everything SGLang would only refuse obscurely (or not at all) is refused here, b
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,9 +329,21 @@ class Engine:
         ]
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """SGLang without its remarks about models and kernels that nobody asked for; a level set by the user stays."""
+    logger = logging.getLogger("sglang")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _started(adapter: Adapter, start: Start, version: str) -> str:
     try:
-        return adapter.start(start)
+        with _quiet():
+            return adapter.start(start)
     except TargetError:
         raise
     except ModuleNotFoundError as error:

@@ -1,0 +1,317 @@
+"""A model in SGLang's engine as a target."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from target_bridge.hf import pick_device
+from target_bridge.hf_parts import max_length_of, num_layers_of
+from target_bridge.hf_source import load_tokenizer, target_config
+from target_bridge.sglang.adapter import Start, free_port, prepare_process, round_up
+from target_bridge.sglang.batches import plan_batches
+from target_bridge.sglang.check import check_engine
+from target_bridge.sglang.engine import Engine
+from target_bridge.sglang.memory import count_parameters, estimate_need, plan_fraction
+from target_bridge.sglang.options import EngineOptions
+from target_bridge.sglang.versions import adapter_name, installed_version
+from target_bridge.target import Capture, TargetError, TargetInfo, check_documents, validate_layer_ids
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+def load_sglang_target(
+    name_or_path: str,
+    layer_ids: Sequence[int],
+    *,
+    options: EngineOptions | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    max_length: int | None = None,
+    longest: int | None = None,
+    step_tokens: int = 0,
+) -> SGLangTarget:
+    """Start an engine with a model and prove that the draft can rely on it.
+
+    On a GPU start JAX first and let it reserve its memory: what is free then is what the engine divides.
+
+    Args:
+        name_or_path: a model folder, or a name on the model hub. With `options.load_format` dummy a folder with
+            nothing but config.json will do.
+        layer_ids: taps, see `validate_layer_ids`.
+        options: of the engine.
+        dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU, float32 on a CPU.
+        device: "cpu", "cuda", "cuda:1", or "auto": the current GPU if there is one.
+        revision: on the hub.
+        trust_remote_code: run Python code that comes with the model.
+        max_length: most tokens of a document, needed only if the config does not say, or to lower it.
+        longest: tokens of the longest document that will come; the KV pool is made for it, and takes none that is
+            longer than the pool. None = `max_length`.
+        step_tokens: most tokens captured for one micro-step, for the account of the GPU's memory.
+
+    Raises:
+        TargetError: no supported SGLang, not a model, taps out of range, no capture hook, memory that does not
+            suffice, or a model whose logits are not softmax(head @ last_hidden). Each with its remedy.
+    """
+    options = options or EngineOptions()
+    adapter_name(installed_version())
+    if options.tp_size > 1:
+        raise TargetError(
+            f"target.sglang.tp_size is {options.tp_size}; this version runs the target on one GPU, give 1"
+        )
+    torch_device = pick_device(device)
+    prepare_process(torch_device)
+    if dtype == "auto":
+        dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
+    if dtype not in _ITEMSIZE:
+        raise TargetError(f"target dtype {dtype!r} is not one of auto, {', '.join(_ITEMSIZE)}")
+    config = target_config(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    facts = SimpleNamespace(**config)
+    taps = validate_layer_ids(layer_ids, num_layers_of(facts, name_or_path))
+    max_length = max_length_of(facts, max_length, name_or_path)
+    longest = min(longest or max_length, max_length)
+    budget = options.max_tokens_per_forward or (16384 if torch_device.type == "cuda" else 2048)
+    pool_tokens = options.max_total_tokens or _default_pool(budget, longest, options)
+    pool_tokens = round_up(pool_tokens, options.page_size)
+    fraction = 0.5  # of no meaning on a CPU, where the pool's size alone counts
+    if torch_device.type == "cuda":
+        account = functools.partial(
+            estimate_need,
+            config,
+            itemsize=_ITEMSIZE[dtype],
+            num_taps=len(taps),
+            pool_tokens=pool_tokens,
+            forward_tokens=min(pool_tokens, max(budget, longest)),
+            step_tokens=step_tokens,
+            max_requests=options.max_running_requests,
+            tp_size=options.tp_size,
+        )
+        try:
+            need = account(parameters=count_parameters(name_or_path, revision, trust_remote_code))
+        except TargetError:
+            if options.mem_fraction_static is None:
+                raise
+            fraction = options.mem_fraction_static  # given for models of which nothing better is known
+        else:
+            free, total = torch.cuda.mem_get_info(torch_device)
+            fraction = plan_fraction(need, free=free, total=total, asked=options.mem_fraction_static)
+    engine = Engine(
+        Start(
+            model_path=name_or_path,
+            layer_ids=taps,
+            dtype=dtype,
+            device=torch_device,
+            attention_backend=options.attention_backend
+            or ("triton" if torch_device.type == "cuda" else "torch_native"),
+            load_format=options.load_format,
+            page_size=options.page_size,
+            max_running_requests=options.max_running_requests,
+            max_total_tokens=pool_tokens,
+            mem_fraction_static=fraction,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            port=free_port(),
+        ),
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=int(config["hidden_size"]),
+        max_length=max_length,
+    )
+    try:
+        return SGLangTarget(
+            engine,
+            config,
+            taps,
+            name=name_or_path,
+            dtype=dtype,
+            budget=budget,
+            asked_pool=pool_tokens,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    except BaseException:
+        engine.close()
+        raise
+
+
+class SGLangTarget:
+    """A `Target` over a running engine. Use `load_sglang_target`.
+
+    Args:
+        engine: with nothing under way; it belongs to the target now.
+        config: the text part of the model's config.json.
+        layer_ids: taps the engine captures.
+        name: folder or hub name.
+        dtype: of weights and states.
+        budget: most tokens of one forward.
+        asked_pool: KV slots the pool should have.
+        revision: on the hub.
+        trust_remote_code: run Python code that comes with the model.
+
+    Raises:
+        TargetError: see `load_sglang_target`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: dict[str, Any],
+        layer_ids: tuple[int, ...],
+        *,
+        name: str,
+        dtype: str,
+        budget: int,
+        asked_pool: int,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if engine.facts.pool_tokens < asked_pool:
+            raise TargetError(
+                f"target {name}: the engine's KV pool holds {engine.facts.pool_tokens} tokens, {asked_pool} were"
+                " needed; lower target.sglang.max_total_tokens or give the engine more memory (docs/sglang.md, memory)"
+            )
+        self._engine = engine
+        self._budget = budget
+        self._revision = revision
+        self._trust_remote_code = trust_remote_code
+        self._tokenizer: Any = None
+        self._name = name
+        self._embedding, self._head = _frozen_head(engine, name)
+        check_engine(engine, self._embedding, self._head, config, name=name)
+        self._info = TargetInfo(
+            name=name,
+            hidden_size=engine.facts.hidden_size,
+            num_layers=int(config["num_hidden_layers"]),
+            vocab_size=engine.facts.vocab_size,
+            max_length=min(engine.facts.context_length, engine.facts.pool_tokens),
+            layer_ids=layer_ids,
+            dtype=dtype,
+            config=config,
+            eos_token_ids=self._find_eos(config),
+        )
+
+    @property
+    def info(self) -> TargetInfo:
+        """Facts about the model; `max_length` is also limited by the KV pool."""
+        return self._info
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it."""
+        return self._engine
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs, and where captured states are."""
+        return self._engine.device
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own tokenizer, loaded on first use.
+
+        Raises:
+            TargetError: the folder has none.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                self._name, revision=self._revision, trust_remote_code=self._trust_remote_code
+            )
+        return self._tokenizer
+
+    def capture(self, documents: Sequence[np.ndarray]) -> Capture:
+        """Hidden states of every document; see `target_bridge.target.Target`.
+
+        Every document is a request of its own, as long as it is: nothing is padded, no prefix is shared, and its KV
+        is given back before the next forward.
+
+        Returns:
+            States in the model's dtype on its device: views into each forward's own tensors.
+
+        Raises:
+            TargetError: see `check_documents`; the engine has seen nothing then.
+        """
+        checked = check_documents(documents, self._info.vocab_size, self._info.max_length)
+        facts = self._engine.facts
+        context: list[torch.Tensor] = []
+        last: list[torch.Tensor] = []
+        for batch in plan_batches(
+            [len(ids) for ids in checked],
+            max_tokens=self._budget,
+            pool_tokens=facts.pool_tokens,
+            max_requests=facts.max_requests,
+            page_size=facts.page_size,
+        ):
+            requests = [self._engine.begin(checked[i], reuse=False, name=f"document {i}") for i in batch]
+            for computed in self._engine.forward(requests):
+                context.append(computed.context)
+                last.append(computed.last)
+            for request in requests:
+                self._engine.finish(request)
+        return Capture(context_hidden=context, last_hidden=last)
+
+    def own_logits(self, documents: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """[V] per document: the logits after its last token, by the engine's own head and whatever it does to them."""
+        checked = check_documents(documents, self._info.vocab_size, self._info.max_length)
+        logits = []
+        for index, ids in enumerate(checked):
+            request = self._engine.begin(ids, reuse=False, name=f"document {index}")
+            (computed,) = self._engine.forward([request])
+            self._engine.finish(request)
+            logits.append(computed.logits)
+        return logits
+
+    def frozen_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(embedding [V, D], LM head [V, D]): the engine's own memory without its padding rows; one object if tied."""
+        return self._embedding, self._head
+
+    def close(self) -> None:
+        """Take the engine down. States and head that were handed out stay valid."""
+        self._engine.close()
+
+    def _find_eos(self, config: dict[str, Any]) -> tuple[int, ...]:
+        from transformers import GenerationConfig
+
+        found = None
+        with contextlib.suppress(OSError):  # many folders have no generation_config.json
+            found = GenerationConfig.from_pretrained(self._name, revision=self._revision or "main").eos_token_id
+        if found is None:
+            with contextlib.suppress(TargetError):  # whoever needs the tokenizer will be told
+                found = self.tokenizer.eos_token_id
+        if found is None:
+            found = config.get("eos_token_id")
+        if found is None:
+            return ()
+        return tuple(dict.fromkeys(int(i) for i in (found if isinstance(found, (list, tuple)) else [found])))
+
+
+def _default_pool(budget: int, longest: int, options: EngineOptions) -> int:
+    """KV slots for one forward: its tokens, and a started page for each of its requests."""
+    return max(budget, longest) + (options.page_size - 1) * options.max_running_requests
+
+
+def _frozen_head(engine: Engine, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the engine's embedding and LM head, cut to the logical vocabulary (rows past it are padding)."""
+    model = engine.model
+    if not hasattr(model, "get_embed_and_head"):
+        raise TargetError(
+            f"target {name}: SGLang's {type(model).__name__} does not hand out its embedding and LM head"
+            " (get_embed_and_head), which the draft borrows; give target.bridge: hf"
+        )
+    embedding, head = model.get_embed_and_head()
+    for what, matrix in (("embedding", embedding), ("LM head", head)):
+        if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2:
+            raise TargetError(
+                f"target {name}: its {what} in SGLang is no plain [vocabulary, hidden] matrix but"
+                f" {type(matrix).__name__}; the draft borrows that matrix, so this model cannot be a target"
+            )
+    rows = engine.facts.vocab_size
+    own_embedding = embedding.detach()[:rows]
+    tied = head.data_ptr() == embedding.data_ptr() and head.shape == embedding.shape
+    return own_embedding, own_embedding if tied else head.detach()[:rows]
