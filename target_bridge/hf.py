@@ -17,6 +17,7 @@ from target_bridge.hf_parts import Parts, find_parts, max_length_of, num_layers_
 from target_bridge.hf_session import HFSession, check_sessions
 from target_bridge.hf_source import load_model, load_tokenizer, plain_config
 from target_bridge.hf_taps import LayerTaps
+from target_bridge.probe_reference import LayerStates, transformers_states
 from target_bridge.target import Capture, TargetError, TargetInfo, check_documents, validate_layer_ids
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -263,6 +264,10 @@ class HFTarget:
                 self._model(input_ids=torch.as_tensor(ids, device=self.device)[None], use_cache=False).logits[0, -1]
                 for ids in checked
             ]
+
+    def layer_states(self, documents: Sequence[np.ndarray]) -> LayerStates:
+        """Every layer's output on each document, by Transformers itself; see `target_bridge.probe`."""
+        return transformers_states(self._model, documents, num_layers=self._info.num_layers)
 
     def _forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids [R, T] -> (taps [R, T, M*D], last_hidden [R, T, D]). The LM head does not run."""

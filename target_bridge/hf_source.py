@@ -42,6 +42,7 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
     check_config: Callable[[Any], object] = lambda config: None,
+    first_layers: int | None = None,
 ) -> nn.Module:
     """Load a causal LM onto the CPU. Every tensor comes from the files; none may be left at its random start.
 
@@ -51,11 +52,15 @@ def load_model(
         revision: On the hub.
         trust_remote_code: Run the model's own Python code.
         check_config: Called with the config before the weights are read; may raise.
+        first_layers: Only so many of its decoder layers, the first ones: a model too large to load whole still
+            shows what these give.
     """
     config = _load_config(name_or_path, revision, trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise TargetError(f"target {name_or_path} is an encoder-decoder model; a target is a decoder-only causal LM")
     check_config(config)
+    if first_layers is not None:
+        _cut_layers(text_config(config), first_layers)
     if _is_folder(name_or_path):
         _check_weight_files(Path(name_or_path).expanduser())
     from transformers import AutoModelForCausalLM
@@ -81,7 +86,7 @@ def load_model(
             f"e.g. {', '.join(missing[:3])}. They would be random; the model is not complete"
         )
     unexpected = sorted(loading["unexpected_keys"])
-    if unexpected:
+    if unexpected and first_layers is None:
         print(
             f"target {name_or_path}: {len(unexpected)} tensors in its files are not used by "
             f"{type(model).__name__}, e.g. {', '.join(unexpected[:3])}"
@@ -110,6 +115,15 @@ def load_tokenizer(name_or_path: str, *, revision: str | None = None, trust_remo
         )
     except Exception as error:
         raise _explain(error, name_or_path, "its tokenizer") from error
+
+
+def _cut_layers(config: Any, count: int) -> None:
+    """Make a text config describe the first `count` layers: the number, and every list with an entry per layer."""
+    whole = config.num_hidden_layers
+    for key, value in plain_config(config).items():
+        if isinstance(value, list) and len(value) == whole:
+            setattr(config, key, value[:count])
+    config.num_hidden_layers = count
 
 
 @contextmanager
