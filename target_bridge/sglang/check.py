@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from target_bridge.model_check import (
     refuse,
 )
 from target_bridge.sglang.engine import Computed, Engine
+from target_bridge.sglang.layers import find_layers
+from target_bridge.target import TargetError
 
 
 def check_engine(
@@ -69,8 +72,9 @@ def _with_first_input(engine: Engine, num_layers: int, ids: torch.Tensor) -> tup
                 seen.append(value.clone())
                 return
 
-    lists = [m for m in engine.model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    handle = lists[0][0].register_forward_pre_hook(record, with_kwargs=True) if lists else None
+    handle = None
+    with contextlib.suppress(TargetError):  # without a plain list of layers nothing is known about the embeddings
+        handle = find_layers(engine.model, num_layers)[0].register_forward_pre_hook(record, with_kwargs=True)
     try:
         computed = _run(engine, ids)
     finally:

@@ -1,7 +1,7 @@
-"""What the engine's own decoder layers put out, read beside SGLang's capture: the second opinion on every tap.
+"""What leaves the engine's own decoder layers, read beside SGLang's capture: the second opinion on every tap.
 
 SGLang's capture hooks differ in how they count layers (some at a layer's entry, some at its end, one depending on the
-first id asked for). A hook on the layer itself does not, and it needs no second copy of the weights.
+first id asked for). What the first norm of layer i + 1 is given does not, and it needs no second copy of the weights.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ def engine_layer_states(
     Raises:
         TargetError: the model's layers cannot be found or do not put out states.
     """
-    layers = _find_layers(engine.model, num_layers)
+    layers = find_layers(engine.model, num_layers)
     wanted = sorted({near for tap in layer_ids for near in (tap - 1, tap, tap + 1) if 0 <= near < num_layers - 1})
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in wanted}
-    handles = [layers[layer].register_forward_hook(_recorder(found[layer], layer)) for layer in wanted]
+    handles = []
     try:
+        for layer in wanted:
+            norm = getattr(layers[layer + 1], "input_layernorm", None)
+            if not isinstance(norm, nn.Module):
+                raise TargetError(f"SGLang's {type(layers[layer + 1]).__name__} has no input_layernorm to read from")
+            handles.append(norm.register_forward_pre_hook(_recorder(found[layer]), with_kwargs=True))
         for index, ids in enumerate(documents):
             request = engine.begin(ids, reuse=False, name=f"document {index}")
             engine.forward([request])
@@ -44,33 +49,36 @@ def engine_layer_states(
     finally:
         for handle in handles:
             handle.remove()
+    lengths = [len(ids) for ids in documents]
     for layer, states in found.items():
-        if [len(rows) for rows in states] != [len(ids) for ids in documents]:
-            raise TargetError(f"layer {layer} of the engine ran {len(states)} times for {len(documents)} documents")
+        if [len(rows) for rows in states] != lengths:
+            raise TargetError(
+                f"the norm after layer {layer} saw {[len(rows) for rows in states]} rows of {lengths}: this SGLang"
+                f" goes around it in {type(engine.model).__name__}"
+            )
     return LayerStates("the engine's layers", found, None)
 
 
-def _recorder(states: list[torch.Tensor], layer: int) -> Any:
-    def record(module: nn.Module, args: Any, output: Any) -> None:
-        # A layer hands on its own output and the residual it is still to be added to, or one tensor that is both. The
-        # sum is taken at once: the next layer's fused norm writes into either.
-        parts = output if isinstance(output, (tuple, list)) else (output,)
-        tensors = [part for part in parts if part is not None]
-        if (
-            not 1 <= len(tensors) <= 2
-            or not all(isinstance(part, torch.Tensor) and part.ndim == 2 for part in tensors)
-            or any(part.shape != tensors[0].shape for part in tensors)
-        ):
-            raise TargetError(f"layer {layer} ({type(module).__name__}) does not put out states and their residual")
-        total = tensors[0].float().clone()
-        states.append(total if len(tensors) == 1 else total + tensors[1].float())
+def find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The outermost list of `num_layers` modules; lists inside a layer (experts) come later in the tree.
 
-    return record
-
-
-def _find_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The one list of `num_layers` modules of one class; lists inside a layer (experts) come later in the tree."""
-    for _, module in model.named_modules():
+    Raises:
+        TargetError: there is none.
+    """
+    for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     raise TargetError(f"SGLang's {type(model).__name__} has no list of {num_layers} layers")
+
+
+def _recorder(states: list[torch.Tensor]) -> Any:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The norm is given the stream, or a layer's own output and the residual it is still to be added to. Their sum
+        # is taken at once: the fused norm writes into either.
+        given = [*args, *kwargs.values()]
+        parts = [part for part in given if isinstance(part, torch.Tensor) and part.is_floating_point()]
+        parts = [part for part in parts if part.shape == parts[0].shape][:2]
+        total = parts[0].float().clone()
+        states.append(total if len(parts) == 1 else total + parts[1].float())
+
+    return record

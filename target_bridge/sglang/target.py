@@ -14,13 +14,17 @@ import torch
 from target_bridge.hf import pick_device
 from target_bridge.hf_parts import max_length_of, num_layers_of
 from target_bridge.hf_source import load_tokenizer, target_config
+from target_bridge.probe_reference import LayerStates
 from target_bridge.sglang.adapter import Start, free_port, prepare_process, round_up
 from target_bridge.sglang.batches import plan_batches
 from target_bridge.sglang.check import check_engine
 from target_bridge.sglang.engine import Engine
+from target_bridge.sglang.layers import engine_layer_states
 from target_bridge.sglang.memory import count_parameters, estimate_need, plan_fraction
 from target_bridge.sglang.options import EngineOptions
+from target_bridge.sglang.session import SGLangSession
 from target_bridge.sglang.versions import adapter_name, installed_version
+from target_bridge.sglang_hooks import Serving, class_serving
 from target_bridge.target import Capture, TargetError, TargetInfo, check_documents, validate_layer_ids
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -38,6 +42,7 @@ def load_sglang_target(
     max_length: int | None = None,
     longest: int | None = None,
     step_tokens: int = 0,
+    session_tokens: int = 0,
 ) -> SGLangTarget:
     """Start an engine with a model and prove that the draft can rely on it.
 
@@ -56,6 +61,8 @@ def load_sglang_target(
         longest: tokens of the longest document that will come; the KV pool is made for it, and takes none that is
             longer than the pool. None = `max_length`.
         step_tokens: most tokens captured for one micro-step, for the account of the GPU's memory.
+        session_tokens: tokens that texts decoded side by side will have together. Fewer KV slots would do, but what
+            does not fit is computed again and again.
 
     Raises:
         TargetError: no supported SGLang, not a model, taps out of range, no capture hook, memory that does not
@@ -79,7 +86,7 @@ def load_sglang_target(
     max_length = max_length_of(facts, max_length, name_or_path)
     longest = min(longest or max_length, max_length)
     budget = options.max_tokens_per_forward or (16384 if torch_device.type == "cuda" else 2048)
-    pool_tokens = options.max_total_tokens or _default_pool(budget, longest, options)
+    pool_tokens = options.max_total_tokens or _default_pool(max(budget, session_tokens), longest, options)
     pool_tokens = round_up(pool_tokens, options.page_size)
     fraction = 0.5  # of no meaning on a CPU, where the pool's size alone counts
     if torch_device.type == "cuda":
@@ -266,6 +273,27 @@ class SGLangTarget:
             self._engine.finish(request)
             logits.append(computed.logits)
         return logits
+
+    def layer_states(self, documents: Sequence[np.ndarray]) -> LayerStates | None:
+        """What the engine's own layers put out; see `target_bridge.probe`."""
+        checked = check_documents(documents, self._info.vocab_size, self._info.max_length)
+        return engine_layer_states(self._engine, checked, self._info.layer_ids, self._info.num_layers)
+
+    @property
+    def serving(self) -> Serving:
+        """What this SGLang can serve for the loaded model's class."""
+        return class_serving(type(self._engine.model), self._engine.facts.version)
+
+    def open_session(self, max_length: int, max_sequences: int = 1) -> SGLangSession:
+        """A decoding session; see `target_bridge.target.Target`. Several may be open, and captures run in between."""
+        return SGLangSession(
+            self._engine,
+            self._head,
+            self._info,
+            max_length=max_length,
+            max_sequences=max_sequences,
+            max_tokens=self._budget,
+        )
 
     def frozen_head(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(embedding [V, D], LM head [V, D]): the engine's own memory without its padding rows; one object if tied."""
