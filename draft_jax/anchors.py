@@ -82,6 +82,7 @@ def sample_anchors(
     supervised_ok: Bool[Array, "B L"] | None = None,
     *,
     supervised_anchors_only: bool = False,
+    per_document: int | None = None,
     first_row: int | Int[Array, ""] = 0,
 ) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:
     """Draw `num_anchors` candidates of every row, uniformly and without replacement (dspark_spec 2.1).
@@ -98,16 +99,18 @@ def sample_anchors(
         num_anchors: `N`; may exceed the number of positions.
         supervised_ok: see `anchor_candidates`.
         supervised_anchors_only: see `anchor_candidates`.
+        per_document: most anchors of one document; None = no bound but the row's `N`.
         first_row: number of row 0; may be a traced scalar.
 
     Returns:
         Anchors int32 [B, N], the kept ones first and ascending, then dummies (0); and the keep mask.
 
     Raises:
-        ValueError: `num_anchors` is below 1.
+        ValueError: `num_anchors` or `per_document` is below 1.
     """
-    if num_anchors < 1:
-        raise ValueError(f"num_anchors is {num_anchors}; a row needs at least 1 anchor")
+    for name, value in (("num_anchors", num_anchors), ("per_document", per_document)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; a row needs at least 1 anchor")
     rows, length = loss_mask.shape
     candidates = anchor_candidates(
         loss_mask, document_start, supervised_ok, supervised_anchors_only=supervised_anchors_only
@@ -124,6 +127,8 @@ def sample_anchors(
         return jax.random.key_data(folded)[:, 0]
 
     bits = jax.vmap(row_bits)(first_row + jnp.arange(rows, dtype=jnp.int32))  # [B, L]
+    if per_document is not None:
+        candidates &= _rank_in_document(candidates, document_start, bits) < per_document
     # Two sort keys instead of a score with a sentinel: the largest random word stays an ordinary draw.
     excluded = (~candidates).astype(jnp.int32)
     _, _, drawn = jax.lax.sort((excluded, bits, jnp.broadcast_to(positions, bits.shape)), dimension=1, num_keys=2)
@@ -133,6 +138,19 @@ def sample_anchors(
     chosen = jnp.pad(jnp.sort(chosen, axis=1), ((0, 0), (0, num_anchors - slots)), constant_values=length)
     keep = chosen < length
     return jnp.where(keep, chosen, 0), keep
+
+
+def _rank_in_document(
+    candidates: Bool[Array, "B L"], document_start: Int[Array, "B L"], bits: Array
+) -> Int[Array, "B L"]:
+    """How many candidates of the same document have smaller random bits; meaningless where there is no candidate."""
+    index = jnp.broadcast_to(jnp.arange(bits.shape[1], dtype=jnp.int32), bits.shape)
+    excluded = (~candidates).astype(jnp.int32)
+    # Documents stay in order, the candidates of each come first and by their bits.
+    documents, _, _, drawn = jax.lax.sort((document_start, excluded, bits, index), dimension=1, num_keys=3)
+    begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    rank = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    return jax.lax.sort((drawn, rank), dimension=1, num_keys=1)[1]
 
 
 def slot_decay(block_size: int, gamma: float | None) -> Float[Array, " K"]:

@@ -152,7 +152,7 @@ def test_blocks_against_a_slot_by_slot_reading(seed):
 def draw(key, mask, num_anchors, start=None, **options):
     mask = jnp.asarray(mask, jnp.int32)
     start = jnp.zeros_like(mask) if start is None else jnp.asarray(start, jnp.int32)
-    sample = jax.jit(sample_anchors, static_argnames=("num_anchors", "supervised_anchors_only"))
+    sample = jax.jit(sample_anchors, static_argnames=("num_anchors", "supervised_anchors_only", "per_document"))
     return tuple(np.asarray(x) for x in sample(key, mask, start, num_anchors, **options))
 
 
@@ -236,3 +236,39 @@ def test_keys_give_different_and_repeatable_anchors():
 def test_no_anchor_is_refused():
     with pytest.raises(ValueError, match="num_anchors is 0"):
         draw(jax.random.key(0), [[1, 1]], 0)
+
+
+def test_a_document_gives_at_most_its_share_of_anchors():
+    """Three documents and padding: the cap binds in two of them; without it nothing changes."""
+    lengths, width = (9, 4, 12), 30
+    start = np.full((1, width), sum(lengths))
+    start[0, : sum(lengths)] = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    mask = np.zeros((1, width), int)
+    mask[0, : sum(lengths)] = 1
+    mask[0, 9:12] = 0  # the second document has one candidate
+    key = jax.random.key(3)
+    anchors, keep = draw(key, mask, 20, start, per_document=5)
+    kept = anchors[0][keep[0]]
+    assert np.bincount(start[0][kept], minlength=14)[[0, 9, 13]].tolist() == [5, 1, 5]
+    # Those of one document are the ones with the smallest random bits, so a smaller cap keeps a subset.
+    fewer, keep = draw(key, mask, 20, start, per_document=2)
+    assert set(fewer[0][keep[0]]) < set(kept)
+    for cap in (None, 12, 99):
+        for ours, plain in zip(draw(key, mask, 20, start, per_document=cap), draw(key, mask, 20, start)):
+            np.testing.assert_array_equal(ours, plain)
+    with pytest.raises(ValueError, match="per_document is 0"):
+        draw(key, mask, 20, start, per_document=0)
+
+
+def test_capped_anchors_of_a_document_are_uniform():
+    start = np.array([[0] * 6 + [6] * 6])
+    draw_many = jax.jit(
+        jax.vmap(
+            lambda key: sample_anchors(key, jnp.ones((1, 12), int), jnp.asarray(start), 12, per_document=2)[0][0, :4]
+        )
+    )
+    drawn = np.asarray(draw_many(jax.random.split(jax.random.key(1), 4000)))
+    counts = np.bincount(drawn.ravel(), minlength=12)
+    assert set(np.flatnonzero(counts)) == {0, 1, 2, 3, 4, 6, 7, 8, 9, 10}
+    expected = 4000 * 2 / 5
+    assert ((counts[counts > 0] - expected) ** 2).sum() / (expected * 3 / 5) < 10 + 5 * math.sqrt(20)

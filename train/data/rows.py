@@ -102,10 +102,15 @@ def fingerprint(samples: Sequence[Sample]) -> str:
     return digest.hexdigest()
 
 
-class RowIterator(Iterator[HostBatch]):
-    """Batches of B rows of L tokens, one document a row, in an order given by the seed alone.
+def _digest(packed: Sequence[Sequence[int]]) -> str:
+    flat = np.array([number for row in packed for number in (len(row), *row)], "<i8")
+    return hashlib.sha256(flat.tobytes()).hexdigest()
 
-    Every epoch visits every sample once, in an order of its own; a batch may hold the end of one epoch and
+
+class RowIterator(Iterator[HostBatch]):
+    """Batches of B rows of L tokens, in an order given by the seed alone; one document a row, or packed ones.
+
+    Every epoch visits every row once, in an order of its own; a batch may hold the end of one epoch and
     the start of the next. With `epochs` the stream ends after that many, its last batch filled up with rows
     that are all padding: shapes never change. The order is the same on every machine and for any number of
     processes.
@@ -119,6 +124,7 @@ class RowIterator(Iterator[HostBatch]):
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
+        packed: Sequence[Sequence[int]] | None = None,
     ):
         """Lays out the order; nothing is read before the first batch.
 
@@ -129,6 +135,7 @@ class RowIterator(Iterator[HostBatch]):
             seed: of the order, 0 .. 2**32-1.
             shuffle: a new order every epoch; False = the order of `samples`.
             epochs: stop after so many passes; None = never.
+            packed: indices of the samples of each row (`packing.Packing.rows`); None = every sample has its own.
 
         Raises:
             ValueError: one of them cannot be meant.
@@ -149,6 +156,7 @@ class RowIterator(Iterator[HostBatch]):
                 "longer or data.max_length smaller"
             )
         self._samples = samples
+        self._rows: Sequence[Sequence[int]] = packed or [(i,) for i in range(len(samples))]
         self._batch_rows = batch_rows
         self._length = length
         # What a position in the stream means; a saved one is refused where any of this differs.
@@ -159,8 +167,9 @@ class RowIterator(Iterator[HostBatch]):
             "length": length,
             "seed": seed,
             "shuffle": shuffle,
+            "packing": None if packed is None else _digest(packed),
         }
-        order = grain.MapDataset.range(len(samples)).seed(seed)
+        order = grain.MapDataset.range(len(self._rows)).seed(seed)
         if shuffle:
             order = order.shuffle()
         # Indexed by the batch's number, so the state is that number and nothing else.
@@ -171,8 +180,13 @@ class RowIterator(Iterator[HostBatch]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches that it takes to visit every sample once, the last one perhaps not full."""
-        return -(-len(self._samples) // self._batch_rows)
+        """Batches that it takes to visit every row once, the last one perhaps not full."""
+        return -(-len(self._rows) // self._batch_rows)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows that hold every sample once."""
+        return len(self._rows)
 
     @property
     def total_steps(self) -> int | None:
@@ -182,8 +196,8 @@ class RowIterator(Iterator[HostBatch]):
     def __next__(self) -> HostBatch:
         if self._total is not None and self._next >= self._total:
             raise StopIteration
-        rows = [[self._samples[i]] for i in self._batches[self._next]]
-        epoch = self._next * self._batch_rows // len(self._samples)
+        rows = [[self._samples[i] for i in self._rows[row]] for row in self._batches[self._next]]
+        epoch = self._next * self._batch_rows // len(self._rows)
         self._next += 1
         return fill_rows(rows, self._batch_rows, self._length, epoch)
 
