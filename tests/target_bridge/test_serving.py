@@ -19,7 +19,7 @@ ENGINE = {
     "dtype": "float32", "speculative_algorithm": "DSPARK", "speculative_dspark_block_size": 2,
 }  # fmt: skip
 GREEDY = {"temperature": 0.0, "max_new_tokens": 5, "stop_token_ids": [9]}
-SCRIPT = {"prompts": {"1,2": {"first": 3, "rounds": [[[4, 5], 2, 6], [[7, 8], 0, 7]], "plain": [3, 4, 5, 6, 7]}}}
+SCRIPT = {"prompts": {"0|1,2": {"first": 3, "rounds": [[[4, 5], 2, 6], [[7, 8], 0, 7]], "plain": [3, 4, 5, 6, 7]}}}
 
 
 @pytest.fixture

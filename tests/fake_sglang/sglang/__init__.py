@@ -1,7 +1,7 @@
 """A stand-in for the package `sglang`, for tests of what surrounds a server where none can run (DSPARK wants a GPU).
 
 `Engine` has the interface of the real one and replays rounds of decoding that a test wrote down: the JSON file
-$FAKE_SGLANG maps a prompt (its ids, comma separated) to "first", "rounds" (each [drafts, accepted, next]) and
+$FAKE_SGLANG maps temperature and prompt ("0|1,2,3") to "first", "rounds" (each [drafts, accepted, next]) and
 "plain" ids. Stopping and accounting follow SGLang 0.5.16/0.5.23 as read in its scheduler; tests/sglang checks
 `replay` against that very code. "fail" in the file makes it misbehave, for tests of what is said then.
 """
@@ -95,7 +95,7 @@ class Engine:
             finish = {"type": "length", "length": 1}
             meta = {"finish_reason": finish, "completion_tokens": 1, "output_top_logprobs": tops}
             return {"output_ids": [7], "meta_info": meta}
-        script = SCRIPT["prompts"][",".join(map(str, ids))]
+        script = SCRIPT["prompts"][f"{given['temperature']:g}|{','.join(map(str, ids))}"]
         if self.block_size is None:
             first, *rest = script["plain"]
             rounds = [[[], 0, token] for token in rest]
