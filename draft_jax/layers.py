@@ -15,8 +15,43 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
+@jax.custom_vjp
+def weight_product(
+    x: Float[Array, "*rows in"], kernel: Float[Array, "in out"], rounded: Float[Array, "in out"]
+) -> Float[Array, "*rows out"]:
+    """`x @ rounded`, whose gradient by the weight goes to `kernel`, in fp32.
+
+    The weight's gradient leaves its product in fp32, as it was accumulated: rounding it to the compute dtype would
+    lose digits and cost a pass over memory before it is added to a sum kept in fp32.
+
+    Args:
+        x: in the compute dtype.
+        kernel: the fp32 master; its values are not read.
+        rounded: the same weight in the compute dtype; gets no gradient.
+    """
+    return jnp.einsum("...i,io->...o", x, rounded)
+
+
+def _product_forward(x: Array, kernel: Array, rounded: Array) -> tuple[Array, tuple]:
+    return weight_product(x, kernel, rounded), (x, rounded, jnp.zeros((0,), kernel.dtype))
+
+
+def _product_backward(residual: tuple, gradient: Array) -> tuple[Array, Array, None]:
+    x, rounded, like = residual
+    by_x = jnp.einsum("...o,io->...i", gradient, rounded)
+    by_kernel = jnp.einsum("...i,...o->io", x, gradient, preferred_element_type=jnp.float32)
+    return by_x, by_kernel.astype(like.dtype), None
+
+
+weight_product.defvjp(_product_forward, _product_backward)
+
+
 class Linear(nnx.Linear):
-    """Bias-free (unless asked) linear layer; `kernel` is `[in, out]`, drawn from N(0, `init_std`)."""
+    """Bias-free (unless asked) linear layer; `kernel` is `[in, out]`, drawn from N(0, `init_std`).
+
+    Attributes:
+        rounded: the kernel in the compute dtype if the caller keeps such a copy (see `bind`), else None.
+    """
 
     def __init__(
         self,
@@ -39,6 +74,13 @@ class Linear(nnx.Linear):
             bias_init=jax.nn.initializers.zeros,
             rngs=rngs,
         )
+        self.rounded: nnx.Variable[Array] | None = nnx.data(None)
+
+    def __call__(self, inputs: Float[Array, "*rows in"], out_sharding: None = None) -> Float[Array, "*rows out"]:
+        kernel = self.kernel[...]
+        rounded = kernel.astype(self.dtype) if self.rounded is None else self.rounded[...]
+        output = weight_product(inputs.astype(self.dtype), kernel, jax.lax.stop_gradient(rounded))
+        return output if self.bias is None else output + self.bias[...].astype(self.dtype)
 
 
 class Embedding(nnx.Module):

@@ -118,7 +118,7 @@ class Loop:
         self.step = start
         self.feeder = parts.feeder()
         self.position = self.feeder.position  # of the data, behind the last finished optimizer step
-        self.accumulator = parts.programs.accumulator
+        self.accumulator = parts.programs.start(state.params)
         self._pending: Pending | None = None
         self._since_log = Meter(config.objective)
         self._since_save = Meter(config.objective)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -65,3 +66,44 @@ def with_shardings(abstract: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
     )
+
+
+def partial_shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Where the sum of a leaf's gradients grows: fp32, a leading axis of one partial sum per holder of the leaf.
+
+    A leaf that is whole everywhere has one partial sum per device. One that is split over `fsdp` has one per `data`
+    index, split in the same way: the devices of an `fsdp` group hold different parts, so they have to share their
+    gradients at once.
+
+    Args:
+        leaf: array or shape of a parameter.
+        sharding: its own.
+    """
+    mesh, split = sharding.mesh, split_axis(sharding)
+    holders, spec = (mesh.size, P(AXES)) if split is None else (mesh.shape["data"], P("data", *sharding.spec))
+    return jax.ShapeDtypeStruct((holders, *leaf.shape), jnp.float32, sharding=NamedSharding(mesh, spec))
+
+
+def split_axis(sharding: NamedSharding) -> int | None:
+    """Axis of a leaf that is split over `fsdp`; None if it is whole on every device."""
+    return next((axis for axis, names in enumerate(sharding.spec) if names == "fsdp"), None)
+
+
+def gather_leaf(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Inside `shard_map`: the whole of a leaf of which this device holds a part."""
+    axis = split_axis(sharding)
+    return leaf if axis is None else jax.lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)
+
+
+def add_partial(total: jax.Array, gradient: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Inside `shard_map`: add this device's gradient of a whole leaf to the partial sum it holds.
+
+    Args:
+        total: [1, ...] this device's part of `partial_shape`.
+        gradient: of the whole leaf, from this device's rows.
+        sharding: the leaf's own.
+    """
+    axis = split_axis(sharding)
+    if axis is not None:
+        gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True)
+    return total + gradient.astype(jnp.float32)[None]

@@ -1,4 +1,4 @@
-"""What a run carries from step to step: parameters, moments, step and key; and the accumulator of one window."""
+"""What a run carries from step to step: parameters, moments, step and key; and what lives for one window."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +9,9 @@ import optax
 from jax.sharding import Mesh
 
 from draft_jax.config import DraftConfig
-from draft_jax.models.dspark import init_params
+from draft_jax.models.dspark import init_params, rounded_kernels
 
-from .sharding import state_shardings
+from .sharding import batch_sharding, partial_shape, replicated, state_shardings
 
 Params = Any
 
@@ -37,18 +37,24 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Accumulator:
-    """Sums over the micro-steps of one optimizer step (one window).
+    """What lives for one optimizer step (one window): sums over its micro-steps, and copies of the parameters.
+
+    Every device adds its own rows to its own partial sums; only the optimizer step adds those up. The sums of the
+    window are the sums over the leading axes.
 
     Attributes:
-        grads: float32, shaped like the parameters: gradients of the micro-steps' numerators, each times its
-            `micro_step_scale`.
-        sums: unreduced numerators and denominators of loss and metrics, by name.
+        grads: float32, shaped as `sharding.partial_shape` says: gradients of the micro-steps' numerators, each times
+            its `micro_step_scale`.
+        sums: unreduced numerators and denominators of loss and metrics, by name; a leading axis of devices.
         rows: rows seen, int32: the number of the next row in the window, from which its anchors are drawn.
+        rounded: kernels of the window's parameters in the compute dtype (`models.dspark.rounded_kernels`), whole on
+            every device; empty if that is float32.
     """
 
     grads: Params
     sums: dict[str, jax.Array]
     rows: jax.Array
+    rounded: dict[str, jax.Array]
 
 
 def keys_of_seed(seed: int | jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -100,14 +106,32 @@ def abstract_state(draft: DraftConfig, optimizer: optax.GradientTransformation, 
     )
 
 
-def zero_accumulator(params: Params, sums: dict[str, Any]) -> Accumulator:
-    """An empty accumulator for parameters and sums of the given shapes (arrays or shapes). Traceable."""
+def zero_accumulator(params: Params, shardings: Params, sums: dict[str, Any], dtype: Any) -> Accumulator:
+    """An empty accumulator for the window of given parameters. Traceable.
 
-    def zeros(leaf: Any) -> jax.Array:
-        return jnp.zeros(leaf.shape, jnp.float32)
-
+    Args:
+        params: float32 parameters; where the copies come from.
+        shardings: theirs.
+        sums: shapes of the sums of one device.
+        dtype: compute dtype.
+    """
+    (mesh,) = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
+    partials = jax.tree.map(partial_shape, params, shardings)
     return Accumulator(
-        grads=jax.tree.map(zeros, params),
-        sums=jax.tree.map(zeros, sums),
+        grads=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), partials),
+        sums=jax.tree.map(lambda leaf: jnp.zeros((mesh.size, *leaf.shape), jnp.float32), sums),
         rows=jnp.zeros((), jnp.int32),
+        rounded=rounded_kernels(params, dtype),
+    )
+
+
+def accumulator_shardings(params: Params, shardings: Params, sums: dict[str, Any], dtype: Any) -> Accumulator:
+    """The sharding of each leaf of `zero_accumulator`, whose arguments these are."""
+    (mesh,) = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
+    everywhere = replicated(mesh)
+    return Accumulator(
+        grads=jax.tree.map(lambda leaf, sharding: partial_shape(leaf, sharding).sharding, params, shardings),
+        sums=jax.tree.map(lambda _: batch_sharding(mesh), sums),
+        rows=everywhere,
+        rounded=jax.tree.map(lambda _: everywhere, jax.eval_shape(lambda p: rounded_kernels(p, dtype), params)),
     )

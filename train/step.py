@@ -1,9 +1,10 @@
-"""The two programs of a run: `accumulate` one micro-step, `apply` one window. Compiled once, before the loop.
+"""The programs of a run: `accumulate` one micro-step, `apply` one window. Compiled once, before the loop.
 
-Both are compiled ahead of time for exact shapes, dtypes and shardings. Calling them with anything else raises before
+They are compiled ahead of time for exact shapes, dtypes and shardings. Calling them with anything else raises before
 any donated buffer is consumed; they can not recompile.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +13,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from draft_jax.batch import DraftBatch, FrozenHead, abstract_batch
 from draft_jax.config import DraftConfig
+from draft_jax.models.dspark import abstract_params
 from draft_jax.objective.config import ObjectiveConfig
 from draft_jax.objective.loss import micro_step_scale, training_loss_sums, window_scale
 from draft_jax.objective.metrics import zero_sums
 
 from .optimizer import Schedule, group_norms
-from .sharding import batch_sharding, replicated, state_shardings, with_shardings
-from .state import Accumulator, Params, TrainState, abstract_state, zero_accumulator
+from .sharding import AXES, add_partial, batch_sharding, gather_leaf, replicated, state_shardings, with_shardings
+from .state import Accumulator, Params, TrainState, abstract_state, accumulator_shardings, zero_accumulator
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,6 @@ class StepOptions:
         schedule: learning rate of a step.
         dtype: compute dtype of the draft.
         attention: name of the attention implementation.
-        batch_shards: devices the rows are spread over.
     """
 
     draft: DraftConfig
@@ -44,7 +46,6 @@ class StepOptions:
     schedule: Schedule
     dtype: Any
     attention: str = "xla"
-    batch_shards: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -62,13 +63,19 @@ class StepMetrics:
 
 
 def make_accumulate(
-    options: StepOptions,
+    options: StepOptions, mesh: Mesh
 ) -> Callable[[Params, FrozenHead, DraftBatch, jax.Array, jax.Array, Accumulator], Accumulator]:
     """The micro-step: add a batch's gradient and sums to the accumulator.
+
+    Every device works on its own rows and adds to its own partial sums; with `fsdp` 1 and the "window"
+    normalization the devices do not exchange a single number. With `fsdp` > 1 they gather the parameters they hold
+    parts of and share the gradients of those; "micro_step" sums one number, the micro-step's weight.
 
     Anchors of a row are drawn from (key, step, number of the row in the window), so they do not depend on how the
     window is cut into micro-steps, nor on the number of devices.
     """
+    shardings = state_shardings(abstract_params(options.draft), mesh)
+    axes = AXES if mesh.size > 1 else ()
 
     def accumulate(
         params: Params,
@@ -78,7 +85,10 @@ def make_accumulate(
         step: jax.Array,
         accumulator: Accumulator,
     ) -> Accumulator:
+        params = jax.tree.map(gather_leaf, params, shardings)
         step_key = jax.random.fold_in(jax.random.wrap_key_data(key), step)
+        local_rows = batch.input_ids.shape[0]
+        first_row = accumulator.rows + jax.lax.axis_index(AXES) * local_rows
 
         def numerator(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
             return training_loss_sums(
@@ -90,35 +100,54 @@ def make_accumulate(
                 options.objective,
                 dtype=options.dtype,
                 attention=options.attention,
-                first_row=accumulator.rows,
-                batch_shards=options.batch_shards,
+                first_row=first_row,
+                rounded=accumulator.rounded,
+                axes=axes,
             )
 
         (_, sums), grads = jax.value_and_grad(numerator, has_aux=True)(params)
-        scale = micro_step_scale(sums, options.objective)
+        scale = micro_step_scale(sums, options.objective, axes)
+        scaled = jax.tree.map(lambda g: scale * g, grads)
         return Accumulator(
-            grads=jax.tree.map(lambda total, g: total + scale * g.astype(jnp.float32), accumulator.grads, grads),
-            sums=jax.tree.map(jnp.add, accumulator.sums, sums),
-            rows=accumulator.rows + batch.input_ids.shape[0],
+            grads=jax.tree.map(add_partial, accumulator.grads, scaled, shardings),
+            sums=jax.tree.map(lambda total, value: total + value[None], accumulator.sums, sums),
+            rows=accumulator.rows + local_rows * mesh.size,
+            rounded=accumulator.rounded,
         )
 
-    return accumulate
+    def specs(tree: Any) -> Any:
+        return jax.tree.map(lambda sharding: sharding.spec, tree)
+
+    layout = specs(accumulator_shardings(abstract_params(options.draft), shardings, _sums_of(options), options.dtype))
+    return jax.shard_map(
+        accumulate,
+        mesh=mesh,
+        in_specs=(specs(shardings), P(), P(AXES), P(), P(), layout),
+        out_specs=layout,
+        check_vma=False,  # partial sums differ from device to device by design
+    )
+
+
+def _sums_of(options: StepOptions) -> dict[str, Any]:
+    return jax.eval_shape(lambda: zero_sums(options.draft.block_size))
 
 
 def make_apply(
-    options: StepOptions,
+    options: StepOptions, mesh: Mesh
 ) -> Callable[[TrainState, Accumulator], tuple[TrainState, Accumulator, StepMetrics]]:
-    """The optimizer step: divide, clip, update; hand back an empty accumulator in the old one's memory.
+    """The optimizer step: add up the devices, divide, clip, update; hand back the next window's empty accumulator.
 
     Rule for a window without any supervised token (weight 0): parameters, moments and Adam's count stay bit for bit;
     only `step` advances, and with it the schedule. The same for a gradient that is not finite, which the loop then
     reports as an error: it never reaches parameters or moments.
     """
+    shardings = state_shardings(abstract_params(options.draft), mesh)
 
     def apply(state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, StepMetrics]:
-        weight = accumulator.sums["weight"]
-        scale = window_scale(accumulator.sums)
-        grads = jax.tree.map(lambda g: g * scale, accumulator.grads)
+        sums, grads = jax.tree.map(lambda partials: partials.sum(axis=0), (accumulator.sums, accumulator.grads))
+        weight = sums["weight"]
+        scale = window_scale(sums)
+        grads = jax.tree.map(lambda g: g * scale, grads)
         norm = optax.global_norm(grads)
         usable = (weight > 0) & jnp.isfinite(norm)
         rate = options.schedule(state.step)
@@ -135,8 +164,8 @@ def make_apply(
             opt_state=_select(usable, opt_state, state.opt_state),
             key=state.key,
         )
-        empty = zero_accumulator(accumulator.grads, accumulator.sums)
-        return new_state, empty, StepMetrics(accumulator.sums, values)
+        empty = zero_accumulator(new_state.params, shardings, _sums_of(options), options.dtype)
+        return new_state, empty, StepMetrics(sums, values)
 
     return apply
 
@@ -147,19 +176,21 @@ def _select(condition: jax.Array, new: Any, old: Any) -> Any:
 
 @dataclass(frozen=True)
 class Programs:
-    """The compiled programs and the empty accumulator of the first window.
+    """The compiled programs of a run.
 
     Attributes:
+        start: `params -> accumulator`, that of the first window.
         accumulate: `(params, frozen, batch, key, step, accumulator) -> accumulator`; the accumulator is donated.
         apply: `(state, accumulator) -> (state, accumulator, StepMetrics)`; both are donated.
-        accumulator: the accumulator to start with.
         batch: shapes, dtypes and shardings a batch must have.
+        compile_seconds: wall time of compiling them, or of reading them from the persistent cache.
     """
 
+    start: Any
     accumulate: Any
     apply: Any
-    accumulator: Accumulator
     batch: DraftBatch
+    compile_seconds: float
 
     def memory(self) -> Mapping[str, int]:
         """Bytes the compiler reserves for temporaries of each program on one device; absent where it does not say."""
@@ -180,7 +211,7 @@ def compile_programs(
     frozen: FrozenHead,
     hidden_dtype: Any,
 ) -> Programs:
-    """Compile both programs for one batch shape.
+    """Compile the programs for one batch shape.
 
     Args:
         options: what to compute.
@@ -190,6 +221,19 @@ def compile_programs(
         frozen: embedding and LM head, arrays or shapes with shardings.
         hidden_dtype: dtype of the captured states.
     """
+    begin = time.perf_counter()
+    lowered, batch = lower_programs(options, mesh, rows=rows, length=length, frozen=frozen, hidden_dtype=hidden_dtype)
+    compiled = {name: program.compile() for name, program in lowered.items()}
+    return Programs(**compiled, batch=batch, compile_seconds=time.perf_counter() - begin)
+
+
+def lower_programs(
+    options: StepOptions, mesh: Mesh, *, rows: int, length: int, frozen: FrozenHead, hidden_dtype: Any
+) -> tuple[dict[str, Any], DraftBatch]:
+    """The programs before compilation, by their names in `Programs`, and the batch they take.
+
+    Arguments as `compile_programs`; nothing is allocated, so any shape can be looked at on any machine.
+    """
     draft = options.draft
     on_mesh = replicated(mesh)
     state = abstract_state(draft, options.optimizer, mesh)
@@ -197,27 +241,22 @@ def compile_programs(
         abstract_batch(rows, length, draft.hidden_size, draft.num_taps, hidden_dtype), batch_sharding(mesh)
     )
     head = with_shardings(frozen, on_mesh)
-    accumulate, apply = make_accumulate(options), make_apply(options)
-
-    sums = zero_sums(draft.block_size)
-    shapes = jax.eval_shape(lambda: zero_accumulator(state.params, sums))
-    placement = state_shardings(shapes, mesh)
-    accumulator = with_shardings(shapes, placement)
-    compiled_accumulate = (
-        jax.jit(accumulate, donate_argnames="accumulator", out_shardings=placement)
-        .lower(state.params, head, batch, state.key, state.step, accumulator)
-        .compile()
-    )
     state_placement = jax.tree.map(lambda leaf: leaf.sharding, state)
-    metrics = jax.eval_shape(apply, state, accumulator)[2]
-    compiled_apply = (
-        jax.jit(
-            apply,
-            donate_argnames=("state", "accumulator"),
-            out_shardings=(state_placement, placement, jax.tree.map(lambda _: on_mesh, metrics)),
-        )
-        .lower(state, accumulator)
-        .compile()
-    )
-    empty = jax.jit(lambda: zero_accumulator(state.params, sums), out_shardings=placement)()
-    return Programs(compiled_accumulate, compiled_apply, empty, batch)
+    window = (state_placement.params, _sums_of(options), options.dtype)
+    placement = accumulator_shardings(state.params, *window)
+
+    def start(params: Params) -> Accumulator:
+        return zero_accumulator(params, *window)
+
+    accumulator = with_shardings(jax.eval_shape(start, state.params), placement)
+    accumulate, apply = make_accumulate(options, mesh), make_apply(options, mesh)
+    metrics = jax.tree.map(lambda _: on_mesh, jax.eval_shape(apply, state, accumulator)[2])
+    return {
+        "start": jax.jit(start, out_shardings=placement).lower(state.params),
+        "accumulate": jax.jit(accumulate, donate_argnames="accumulator", out_shardings=placement).lower(
+            state.params, head, batch, state.key, state.step, accumulator
+        ),
+        "apply": jax.jit(
+            apply, donate_argnames=("state", "accumulator"), out_shardings=(state_placement, placement, metrics)
+        ).lower(state, accumulator),
+    }, batch

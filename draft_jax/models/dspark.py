@@ -253,8 +253,37 @@ def abstract_params(config: DraftConfig, dtype: DTypeLike = jnp.float32) -> dict
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0), dtype))
 
 
-def bind(config: DraftConfig, params: Params, dtype: DTypeLike) -> DSparkDraft:
+def rounded_kernels(params: Params, dtype: DTypeLike) -> dict[str, Array]:
+    """The kernels of linear layers that compute in `dtype`, rounded to it: path -> array.
+
+    Made once per optimizer step they spare every micro-step from reading the fp32 masters. The confidence head is
+    not among them, it computes in fp32; nor are tables, of which a step reads some rows only.
+
+    Args:
+        params: fp32 parameters, arrays or shapes.
+        dtype: compute dtype; float32 needs no copies, and there are none.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.float32:
+        return {}
+    named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return {
+        name: leaf.astype(dtype)
+        for name, leaf in named.items()
+        if name.endswith("/kernel") and not name.startswith("confidence/")
+    }
+
+
+def bind(
+    config: DraftConfig, params: Params, dtype: DTypeLike, rounded: Mapping[str, Array] | None = None
+) -> DSparkDraft:
     """The module holding `params`, computing in `dtype`. Meant to be called inside a jitted function.
+
+    Args:
+        config: the draft.
+        params: parameters; gradients are taken with respect to them.
+        dtype: compute dtype.
+        rounded: from `rounded_kernels` of the same parameters, to be read instead of rounding them here.
 
     Raises:
         ValueError: `params` is not the tree `config` describes; the message names the first path or shape at
@@ -270,7 +299,12 @@ def bind(config: DraftConfig, params: Params, dtype: DTypeLike) -> DSparkDraft:
             raise ValueError(f"parameters hold {name}, which the draft config does not describe")
         if leaf.shape != shapes[name]:
             raise ValueError(f"parameter {name} has shape {leaf.shape}, the draft config says {shapes[name]}")
-    return nnx.merge(graph, jax.tree.unflatten(tree, [given[name] for name in shapes]))
+    draft = nnx.merge(graph, jax.tree.unflatten(tree, [given[name] for name in shapes]))
+    for name, kernel in (rounded or {}).items():
+        *path, _ = name.split("/")
+        layer = functools.reduce(getattr, path, draft)
+        layer.rounded = nnx.Variable(kernel)
+    return draft
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -8,10 +8,16 @@ from typing import Literal
 
 import jax
 
-#: Bytes of ONE fp32 [chunk, vocab] buffer, by platform. A chunk holds about four of them (draft logits,
-#: target probabilities by position and by row, gradient). On a CPU longer chunks only fall out of the caches;
-#: on a GPU a chunk must have a few hundred rows, or reading the LM head costs more than the arithmetic.
-CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 256 * 2**20}
+#: Bytes of ONE fp32 [chunk, vocab] buffer, by platform. A chunk holds at most three of them (draft logits, target
+#: logits, gradient). On a CPU longer chunks only fall out of the caches; on a GPU every product of a chunk reads
+#: the whole LM head, which costs as much as the arithmetic of about 180 rows (H200), so a chunk needs many more.
+CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 640 * 2**20}
+
+#: Chunks of at least so many rows are a multiple of it: the edge of a matrix product's tile on a GPU.
+TILE_ROWS = 128
+
+#: Below so many rows a product with the LM head is not cheaper: reading the head is what it costs (H200).
+LEAST_TARGET_ROWS = 160
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,9 @@ class ObjectiveConfig:
 def chunk_rows_for(rows: int, vocab: int, *, platform: str | None = None, limit_bytes: int | None = None) -> int:
     """Rows per chunk, so that one fp32 [chunk, vocab] buffer stays within a bound.
 
-    The chunks are made nearly equal, and a multiple of 8 rows unless the bound allows fewer. Peak memory of
-    the vocabulary stage is about `4 * 4 * chunk * vocab` bytes.
+    The chunks are made nearly equal: a multiple of `TILE_ROWS` rows, of 8 where the bound allows fewer than that or
+    a single chunk does. Peak memory of the vocabulary stage is about `3 * 4 * chunk * vocab` bytes in fp32 and
+    `2.5 * 4 * chunk * vocab` in bf16.
 
     Args:
         rows: draft rows of one device, `B_local * N * K`.
@@ -80,7 +87,19 @@ def chunk_rows_for(rows: int, vocab: int, *, platform: str | None = None, limit_
         platform = jax.default_backend() if platform is None else platform
         limit_bytes = CHUNK_BYTES["cpu" if platform == "cpu" else "gpu"]
     most = max(1, limit_bytes // (4 * vocab))
-    if most >= 8:
-        most -= most % 8
+    if rows <= most:
+        return min(most, -(-rows // 8) * 8)
+    step = next(step for step in (TILE_ROWS, 8, 1) if step <= most)
+    most -= most % step
     even = -(-rows // -(-rows // most))  # rows over the number of chunks needed
-    return min(most, -(-even // 8) * 8)
+    return min(most, -(-even // step) * step)
+
+
+def target_sizes_for(chunk_rows: int) -> tuple[int, ...]:
+    """Sizes a chunk's product for target logits may have, ascending up to `chunk_rows`.
+
+    A chunk uses the smallest that holds its different positions. Each size is compiled, so there are few; and none
+    where a product with the head would cost no less.
+    """
+    eighths = (-(-chunk_rows * part // 64) * 8 for part in (2, 3, 4, 6))
+    return (*sorted({size for size in eighths if LEAST_TARGET_ROWS <= size < chunk_rows}), chunk_rows)

@@ -15,14 +15,15 @@ few lines in `train/step.py`:
 supervised slot of the optimizer step weighs the same. "micro_step" (DeepSpec): `scale` is
 `1 / (sum w + 1e-6)` of the micro-step, and the accumulated ratios are divided by their number, micro-steps
 without supervision included. A window without any supervision has `window_scale` 0, hence gradients of
-exactly 0. Under jit over a sharded batch the sums are those of the whole batch; nothing has to be reduced by
-hand.
+exactly 0. All of it is the work of one device on its own rows; `train/step.py` adds devices up as it adds
+micro-steps up.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -57,7 +58,8 @@ def loss_sums(
     implementation: Literal["chunked", "reference"] = "chunked",
     context_valid: Bool[Array, "B L"] | None = None,
     last_valid: Bool[Array, "B L"] | None = None,
-    batch_shards: int = 1,
+    rounded: Mapping[str, Array] | None = None,
+    axes: tuple[str, ...] = (),
 ) -> tuple[Float[Array, ""], Sums]:
     """Objective of given blocks (dspark_spec 2.3) with all sums of 2.4.
 
@@ -73,7 +75,9 @@ def loss_sums(
         implementation: "chunked", or "reference" for plain autodiff with all logits at once.
         context_valid: context positions that may be attended to; None: all.
         last_valid: positions that may teach, for the count of candidates only; None: all.
-        batch_shards: devices the batch axis is split over; chunks are then formed on each device by itself.
+        rounded: kernels in `dtype`, see `models.dspark.rounded_kernels`; None: rounded here.
+        axes: mesh axes of a surrounding `shard_map` that spread the micro-step's rows over devices. Sums stay those
+            of this device; only the "micro_step" divisor is of all of them.
 
     Returns:
         The numerator `sum of alpha * N` over the terms, fp32, and the sums. Differentiate the numerator with
@@ -89,12 +93,12 @@ def loss_sums(
         )
     if context_valid is None:
         context_valid = jnp.ones(batch.loss_mask.shape, bool)
-    draft = bind(config, params, dtype)
+    draft = bind(config, params, dtype, rounded)
     hidden = draft(batch, blocks, frozen, context_valid, attention=attention)  # [B, N, K, D]
     z = w2 = None
     if draft.markov is not None:
         z, w2 = draft.markov.states(hidden, blocks.prev), draft.markov.w2()
-    terms = _vocab_terms(hidden, z, w2, frozen, batch, blocks, config, objective, implementation, batch_shards)
+    terms = _vocab_terms(hidden, z, w2, frozen, batch, blocks, config, objective, implementation)
 
     accept = acceptance(terms.l1)
     confidence = None
@@ -133,8 +137,10 @@ def loss_sums(
         "nonfinite_context": jnp.zeros((), jnp.float32),
         "nonfinite_last": jnp.zeros((), jnp.float32),
     }
-    sums["loss_num"] = numerator * micro_step_scale(sums, objective)
-    sums["loss_den"] = weight if objective.normalization == "window" else jnp.ones((), jnp.float32)
+    sums["loss_num"] = numerator * micro_step_scale(sums, objective, axes)
+    # One micro-step counts as one, however many devices it is spread over.
+    share = 1.0 / math.prod(jax.lax.axis_size(axis) for axis in axes)
+    sums["loss_den"] = weight if objective.normalization == "window" else jnp.full((), share, jnp.float32)
     return numerator, jax.lax.stop_gradient(sums)
 
 
@@ -148,7 +154,6 @@ def _vocab_terms(
     config: DraftConfig,
     objective: ObjectiveConfig,
     implementation: str,
-    batch_shards: int,
 ) -> VocabTerms:
     """The vocabulary terms over [B, N, K] rows; `ce` and `l1` in that shape."""
     rows, anchors, slots = blocks.labels.shape
@@ -158,9 +163,8 @@ def _vocab_terms(
 
     terms: Callable[..., VocabTerms]
     if implementation == "chunked":
-        local_rows = max(1, rows // batch_shards) * anchors * slots
-        chunk_rows = objective.chunk_rows or chunk_rows_for(local_rows, config.vocab_size)
-        terms = functools.partial(vocab_terms, chunk_rows=chunk_rows, shards=batch_shards)
+        chunk_rows = objective.chunk_rows or chunk_rows_for(rows * anchors * slots, config.vocab_size)
+        terms = functools.partial(vocab_terms, chunk_rows=chunk_rows)
     elif implementation == "reference":
         terms = vocab_terms_reference
     else:
@@ -195,7 +199,8 @@ def training_loss_sums(
     attention: str = "xla",
     implementation: Literal["chunked", "reference"] = "chunked",
     first_row: int | Int[Array, ""] = 0,
-    batch_shards: int = 1,
+    rounded: Mapping[str, Array] | None = None,
+    axes: tuple[str, ...] = (),
 ) -> tuple[Float[Array, ""], Sums]:
     """Sanitize, draw anchors, make blocks, and take `loss_sums`: the function a training step differentiates.
 
@@ -211,7 +216,8 @@ def training_loss_sums(
         implementation: see `loss_sums`.
         first_row: number of the batch's first row within the optimizer step. With one key per optimizer step
             and `first_row = micro_step * B`, the split into micro-steps does not change the anchors.
-        batch_shards: see `loss_sums`.
+        rounded: see `loss_sums`.
+        axes: see `loss_sums`.
 
     Returns:
         Numerator and sums, as `loss_sums`, with `nonfinite_context` and `nonfinite_last` filled in.
@@ -239,7 +245,8 @@ def training_loss_sums(
         implementation=implementation,
         context_valid=clean.context_valid,
         last_valid=clean.last_valid,
-        batch_shards=batch_shards,
+        rounded=rounded,
+        axes=axes,
     )
     return numerator, sums | {
         "nonfinite_context": clean.nonfinite_context,
@@ -247,11 +254,18 @@ def training_loss_sums(
     }
 
 
-def micro_step_scale(sums: Sums, objective: ObjectiveConfig) -> Float[Array, ""]:
-    """Factor on a micro-step's gradients before they are accumulated; see the module's docstring."""
+def micro_step_scale(sums: Sums, objective: ObjectiveConfig, axes: tuple[str, ...] = ()) -> Float[Array, ""]:
+    """Factor on a micro-step's gradients before they are accumulated; see the module's docstring.
+
+    Args:
+        sums: of the micro-step, on this device.
+        objective: decides the normalization.
+        axes: see `loss_sums`; "micro_step" sums one number over them.
+    """
     if objective.normalization == "window":
         return jnp.ones((), jnp.float32)
-    return 1.0 / (sums["weight"] + EPSILON)
+    weight = jax.lax.psum(sums["weight"], axes) if axes else sums["weight"]
+    return 1.0 / (weight + EPSILON)
 
 
 def window_scale(sums: Sums) -> Float[Array, ""]:

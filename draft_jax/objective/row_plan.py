@@ -9,18 +9,16 @@ from jaxtyping import Array, Bool, Int
 
 
 class RowPlan(NamedTuple):
-    """Order in which the vocabulary terms visit rows: `d` shards, `n` chunks of `c` places.
-
-    A row is named by its index within its shard.
+    """Order in which the vocabulary terms visit rows: `n` chunks of `c` places.
 
     Attributes:
-        order: [d, rows] all rows, the valid ones first, by target position.
-        row: [d, n*c] the row at each place; 0 past the valid ones.
-        live: [d, n*c] whether the place holds a valid row.
-        distinct: [d, n*c] a chunk's different target positions, ascending, in front of its `c` places.
-        rank: [d, n*c] which of its chunk's positions a row has.
-        positions: [n] how many different positions a chunk has, the most of any shard.
-        trips: how many chunks hold a valid row, the most of any shard.
+        order: [rows] all rows, the valid ones first, by target position.
+        row: [n*c] the row at each place; 0 past the valid ones.
+        live: [n*c] whether the place holds a valid row.
+        distinct: [n, c] a chunk's different target positions, ascending, in front of its `c` places.
+        rank: [n*c] which of its chunk's positions a row has.
+        positions: [n] how many different positions a chunk has.
+        trips: how many chunks hold a valid row.
     """
 
     order: Array
@@ -32,7 +30,7 @@ class RowPlan(NamedTuple):
     trips: Array
 
 
-def plan_rows(target: Int[Array, "d rows"], valid: Bool[Array, "d rows"], chunk: int) -> RowPlan:
+def plan_rows(target: Int[Array, " rows"], valid: Bool[Array, " rows"], chunk: int) -> RowPlan:
     """Sort rows by validity, then by target position, and cut them into chunks.
 
     Args:
@@ -40,15 +38,15 @@ def plan_rows(target: Int[Array, "d rows"], valid: Bool[Array, "d rows"], chunk:
         valid: rows to visit.
         chunk: `c`.
     """
-    shards, rows = target.shape
+    (rows,) = target.shape
     places = -(-rows // chunk) * chunk
     far = jnp.iinfo(jnp.int32).max
-    order = jnp.argsort(jnp.where(valid, target, far), axis=1, stable=True)
-    count = valid.sum(axis=1, dtype=jnp.int32)
-    live = jnp.arange(places) < count[:, None]
-    row = jnp.where(live, jnp.pad(order, ((0, 0), (0, places - rows))), 0)
-    chunks = jnp.where(live, jnp.take_along_axis(target, row, axis=1), far).reshape(shards, -1, chunk)
-    before = jnp.pad(chunks[:, :, :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+    order = jnp.argsort(jnp.where(valid, target, far), stable=True)
+    count = valid.sum(dtype=jnp.int32)
+    live = jnp.arange(places) < count
+    row = jnp.where(live, jnp.pad(order, (0, places - rows)), 0)
+    chunks = jnp.where(live, target[row], far).reshape(-1, chunk)
+    before = jnp.pad(chunks[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     first = (chunks != before) & (chunks < far)
     distinct = jnp.sort(jnp.where(first, chunks, far), axis=-1)
     rank = jnp.maximum(jnp.cumsum(first, axis=-1, dtype=jnp.int32) - 1, 0)
@@ -56,8 +54,8 @@ def plan_rows(target: Int[Array, "d rows"], valid: Bool[Array, "d rows"], chunk:
         order=order,
         row=row,
         live=live,
-        distinct=jnp.where(distinct < far, distinct, 0).reshape(shards, places),
-        rank=rank.reshape(shards, places),
-        positions=first.sum(axis=-1, dtype=jnp.int32).max(axis=0),
-        trips=-(-count.max() // chunk),
+        distinct=jnp.where(distinct < far, distinct, 0),
+        rank=rank.reshape(places),
+        positions=first.sum(axis=-1, dtype=jnp.int32),
+        trips=-(-count // chunk),
     )

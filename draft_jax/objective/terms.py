@@ -9,9 +9,13 @@ so everything the backward pass needs from the vocabulary is known once `p` and 
 its logits, its losses and its gradient with respect to `h`, `z` and `w2`, and then forgets all [rows, V]
 arrays; the backward pass only multiplies by the cotangent. `reference.py` is the same in plain autodiff.
 
+Memory traffic is what a chunk costs besides its products, so neither `p` nor `q` is ever stored: each pass over
+the vocabulary makes them anew from the logits and two numbers a row. The passes are: both normalisers; L1 and
+`<s, p>`; the gradient, rounded to the compute dtype as it is written.
+
 Two further savings, both exact. Rows without weight are sorted to the end and never visited. Target logits
 depend on the position alone, so rows are sorted by it and a chunk computes each position once (dspark_spec
-8.5, 1 and 2).
+8.5, 1 and 2), in a product of the smallest of a few sizes that holds them.
 """
 
 from __future__ import annotations
@@ -25,10 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from draft_jax.objective.config import target_sizes_for
 from draft_jax.objective.row_plan import plan_rows
-
-#: A chunk's target probabilities are made in this many pieces; those past its last position are skipped.
-TARGET_PIECES = 4
 
 
 class VocabTerms(NamedTuple):
@@ -53,7 +55,7 @@ class _Spec:
     ce_alpha: float
     l1_alpha: float
     chunk_rows: int
-    shards: int
+    target_sizes: tuple[int, ...]
 
 
 class _Rows(NamedTuple):
@@ -70,38 +72,63 @@ class _Rows(NamedTuple):
     valid: Array
 
 
-def _head_logits(states: Array, lm_head: Array, vocab_size: int) -> Float[Array, "d c V"]:
-    """fp32 logits of the first `vocab_size` rows of a padded head; cutting the head itself would copy it."""
-    logits = jnp.einsum("dcm,vm->dcv", states, lm_head, preferred_element_type=jnp.float32)
-    return logits[..., :vocab_size]
+class Softmax(NamedTuple):
+    """Softmax of rows of logits, kept as the two numbers from which any entry can be made.
 
-
-def row_losses(
-    logits: Float[Array, "*rows V"], target: Float[Array, "*rows V"], labels: Int[Array, "*rows"]
-) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"], Float[Array, "*rows V"], Float[Array, "*rows"]]:
-    """Losses of rows of fp32 logits against target probabilities.
-
-    A logit of -inf has probability 0 and costs nothing where the target's is 0 too: no product of 0 and inf
-    is ever formed.
-
-    Returns:
-        CE and L1 of each row, the draft's probabilities `p`, and `<sign(p - q), p>` for `row_gradient`.
+    Attributes:
+        top: largest logit of the row, fp32 [*rows, 1].
+        total: `sum exp(logit - top)`, fp32 [*rows, 1].
     """
+
+    top: Array
+    total: Array
+
+    def of(self, logits: Array) -> Array:
+        """Probabilities of entries of the same rows; a logit of -inf has probability 0."""
+        return jnp.exp(logits - self.top) * (1.0 / self.total)
+
+    def log(self, logits: Array) -> Array:
+        """Their logarithms."""
+        return logits - (self.top + jnp.log(self.total))
+
+
+def softmax_of(logits: Float[Array, "*rows V"]) -> Softmax:
+    """Normaliser of each row of fp32 logits."""
     top = logits.max(axis=-1, keepdims=True)
-    shifted = jnp.exp(logits - top)
-    total = shifted.sum(axis=-1, keepdims=True)
-    p = shifted / total
-    at_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)
-    ce = (jnp.log(total) + (top - at_label))[..., 0]
-    difference = p - target
-    l1 = jnp.abs(difference).sum(axis=-1)
-    mean_sign = (jnp.sign(difference) * p).sum(axis=-1)
-    return ce, l1, p, mean_sign
+    return Softmax(top, jnp.exp(logits - top).sum(axis=-1, keepdims=True))
+
+
+def _sign(log_p: Array, log_q: Array) -> Array:
+    """`sign(p - q)`, also where both are 0: a difference of logarithms would be NaN there."""
+    return (log_p > log_q).astype(jnp.float32) - (log_p < log_q).astype(jnp.float32)
+
+
+def row_distances(
+    logits: Float[Array, "*rows V"], draft: Softmax, target_logits: Float[Array, "*rows V"], target: Softmax
+) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
+    """L1 distance of the two distributions of each row, and `<sign(p - q), p>` for `row_gradient`.
+
+    A logit of -inf costs nothing where the target's is -inf too: no product of 0 and inf is ever formed.
+    """
+    # One reduction with two results, and no exponential used twice: a GPU compiler would store what two
+    # reductions, or two expressions, share, and a [rows, V] array stored is dearer than one made again.
+    log_p, log_q = draft.log(logits), target.log(target_logits)
+    zero = jnp.zeros((), jnp.float32)
+    return tuple(
+        lax.reduce(
+            (jnp.abs(draft.of(logits) - target.of(target_logits)), _sign(log_p, log_q) * jnp.exp(log_p)),
+            (zero, zero),
+            lambda a, b: (a[0] + b[0], a[1] + b[1]),
+            (logits.ndim - 1,),
+        )
+    )
 
 
 def row_gradient(
-    p: Float[Array, "*rows V"],
-    target: Float[Array, "*rows V"],
+    logits: Float[Array, "*rows V"],
+    draft: Softmax,
+    target_logits: Float[Array, "*rows V"],
+    target: Softmax,
     mean_sign: Float[Array, "*rows"],
     ce_weight: Float[Array, "*rows"],
     l1_weight: Float[Array, "*rows"],
@@ -110,123 +137,138 @@ def row_gradient(
 
     That one entry per row is the caller's: made here it would be another pass over [rows, V].
     """
-    return p * (ce_weight[..., None] + l1_weight[..., None] * (jnp.sign(p - target) - mean_sign[..., None]))
+    sign = _sign(draft.log(logits), target.log(target_logits))
+    return draft.of(logits) * (ce_weight[..., None] + l1_weight[..., None] * (sign - mean_sign[..., None]))
+
+
+def _logits(states: Array, matrix: Array) -> Float[Array, "c P"]:
+    return jnp.einsum("cm,vm->cv", states, matrix, preferred_element_type=jnp.float32)
+
+
+def _take(values: Array, index: Array) -> Array:
+    """Rows of an array, without the checks of indices that would be passes of their own."""
+    return values.at[index].get(mode="promise_in_bounds")
+
+
+def _apart(*arrays: Any) -> Any:
+    """The same arrays, but the compiler may not share work between what is made of them and of the originals.
+
+    It would otherwise store a [chunk, V] array of probabilities for the next pass, which costs more than to
+    make them again.
+    """
+    return lax.optimization_barrier(arrays)
 
 
 def _sweep(spec: _Spec, rows: _Rows, with_gradient: bool) -> tuple[VocabTerms, tuple | None]:
     """Visit all chunks; the gradient of the numerator is fp32 and in the rows' own order."""
     batch, slots = rows.labels.shape
     length = rows.last_hidden.shape[1]
-    d, c, v = spec.shards, spec.chunk_rows, spec.vocab_size
-    local = batch // d * slots
+    c, padded = spec.chunk_rows, rows.lm_head.shape[0]
 
-    def by_shard(values: Array) -> Array:
-        """[B, n, ...] -> [d, B/d*n, ...]; rows stay on their device if `d` devices hold the batch."""
-        return values.reshape(d, -1, *values.shape[2:])
+    def flat(values: Array) -> Array:
+        return values.reshape(-1, *values.shape[2:])
 
     dtype = rows.hidden.dtype
-    hidden, last_hidden = by_shard(rows.hidden), by_shard(rows.last_hidden).astype(dtype)
-    z = None if rows.z is None else by_shard(rows.z).astype(dtype)
-    w2 = None if rows.w2 is None else rows.w2.astype(dtype)
+    hidden, last_hidden = flat(rows.hidden), flat(rows.last_hidden).astype(dtype)
+    z = None if rows.z is None else flat(rows.z).astype(dtype)
     lm_head = rows.lm_head.astype(dtype)
-    labels, weights = by_shard(rows.labels), by_shard(rows.weights).astype(jnp.float32)
-    row_in_shard = jnp.arange(batch, dtype=jnp.int32) % (batch // d)
-    flat_target = by_shard(rows.target_index + row_in_shard[:, None] * length)
-    plan = plan_rows(flat_target, by_shard(rows.valid), c)
+    # Padding the small matrix once spares every chunk from cutting and padding [chunk, V] arrays.
+    w2 = None if rows.w2 is None else jnp.pad(rows.w2.astype(dtype), ((0, padded - spec.vocab_size), (0, 0)))
+    labels, weights = flat(rows.labels), flat(rows.weights).astype(jnp.float32)
+    first_position = jnp.arange(batch, dtype=jnp.int32)[:, None] * length
+    plan = plan_rows(flat(rows.target_index + first_position), flat(rows.valid), c)
+    places = plan.row.shape[0]
 
-    places = plan.row.shape[1]
-    piece = -(-c // TARGET_PIECES)
-    pieces = -(-c // piece) * piece
-    # The last piece may read past the last chunk.
-    distinct = jnp.pad(plan.distinct, ((0, 0), (0, pieces - c)))
-
-    def take(values: Array, index: Array) -> Array:
-        index = index.reshape(*index.shape, *(1,) * (values.ndim - 2))
-        return jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
-
-    def cut(values: Array, start: Array, size: int = c) -> Array:
-        return lax.dynamic_slice_in_dim(values, start, size, axis=1)
+    def cut(values: Array, start: Array) -> Array:
+        return lax.dynamic_slice_in_dim(values, start, c)
 
     def put(into: Array, values: Array, start: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(into, values, start, axis=1)
+        return lax.dynamic_update_slice_in_dim(into, values, start, 0)
 
-    def target_probabilities(i: Array, buffer: Array) -> Array:
-        """Fill the front of [d, pieces, V] with the distributions of the chunk's different positions."""
+    def vocabulary(logits: Array) -> Array:
+        """Padding of the head can not be drawn."""
+        if padded == spec.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(padded) < spec.vocab_size, logits, -jnp.inf)
 
-        def fill(j: Array, buffer: Array) -> Array:
-            states = take(last_hidden, cut(distinct, i * c + j * piece, piece))
-            return put(buffer, jax.nn.softmax(_head_logits(states, lm_head, v), axis=-1), j * piece)
-
-        return lax.fori_loop(0, -(-plan.positions[i] // piece), fill, buffer)
+    def against_target(size: int, logits: Array, distinct: Array, rank: Array, label: Array, weight: Array) -> tuple:
+        """Losses of a chunk with at most `size` different target positions, and the gradient by its logits."""
+        targets = vocabulary(_logits(_take(last_hidden, distinct[:size]), lm_head))  # [size, P], by position
+        draft, target = softmax_of(logits), Softmax(*(_take(x, rank) for x in softmax_of(targets)))
+        at_label = jnp.take_along_axis(logits, label[:, None], axis=1)
+        ce = -draft.log(at_label)[:, 0]
+        logits, targets, draft, target = _apart(logits, targets, draft, target)
+        l1, mean_sign = row_distances(logits, draft, _take(targets, rank), target)
+        if not with_gradient:
+            return ce, l1
+        term_weights = mean_sign, spec.ce_alpha * weight, spec.l1_alpha * weight
+        logits, targets, draft, target, term_weights = _apart(logits, targets, draft, target, term_weights)
+        g = row_gradient(logits, draft, _take(targets, rank), target, *term_weights).astype(dtype)
+        pull = -spec.ce_alpha * weight
+        if dtype != jnp.float32:
+            # The label's entry is p - 1: if p is rounded first, little of it is left. So the products with g
+            # also get what the rounding of that entry took away.
+            entry = row_gradient(at_label, draft, targets[rank, label][:, None], target, *term_weights)[:, 0]
+            pull += entry - entry.astype(dtype).astype(jnp.float32)
+        return ce, l1, g, pull
 
     def visit(i: Array, carry: dict) -> dict:
         carry, start = dict(carry), i * c
         row, live = cut(plan.row, start), cut(plan.live, start)
-        label, weight = take(labels, row), jnp.where(live, take(weights, row), 0.0)
-        carry["buffer"] = target_probabilities(i, carry["buffer"])
-        target = take(carry["buffer"], cut(plan.rank, start))  # [d, c, V]
-        # Rows past the valid ones repeat row 0 of the shard, which may be anything; zeros are safe.
-        h = jnp.where(live[..., None], take(hidden, row), 0)
-        logits = _head_logits(h, lm_head, v)
+        label, weight = _take(labels, row), jnp.where(live, _take(weights, row), 0.0)
+        # Rows past the valid ones repeat row 0, which may be anything; zeros are safe.
+        h = jnp.where(live[:, None], _take(hidden, row), 0)
+        logits = _logits(h, lm_head)
         if z is not None:
-            zc = jnp.where(live[..., None], take(z, row), 0)
-            logits += jnp.einsum("dcr,vr->dcv", zc, w2, preferred_element_type=jnp.float32)
-        ce, l1, p, mean_sign = row_losses(logits, target, label)
+            zc = jnp.where(live[:, None], _take(z, row), 0)
+            logits += _logits(zc, w2)
+        branches = [functools.partial(against_target, size) for size in spec.target_sizes]
+        branch = (plan.positions[i] > jnp.asarray(spec.target_sizes[:-1])).sum()
+        ce, l1, *rest = lax.switch(
+            branch, branches, vocabulary(logits), plan.distinct[i], cut(plan.rank, start), label, weight
+        )
         ce, l1 = jnp.where(live, ce, 0.0), jnp.where(live, l1, 0.0)
         carry["ce"], carry["l1"] = put(carry["ce"], ce, start), put(carry["l1"], l1, start)
-        carry["numerator"] += (weight * (spec.ce_alpha * ce + spec.l1_alpha * l1)).sum(axis=1)
-        if "hidden" not in carry:
+        carry["numerator"] += (weight * (spec.ce_alpha * ce + spec.l1_alpha * l1)).sum()
+        if not with_gradient:
             return carry
-        term_weights = mean_sign, spec.ce_alpha * weight, spec.l1_alpha * weight
-        g = row_gradient(p, target, *term_weights).astype(dtype)
-        pull = -spec.ce_alpha * weight
-        if dtype != jnp.float32:
-            # The label's entry is p - 1: if p is rounded first, little of it is left. So the products below
-            # also get what the rounding of that entry took away.
-            q_label = jax.vmap(lambda q, k, y: q[k, y])(carry["buffer"], cut(plan.rank, start), label)
-            entry = row_gradient(jnp.exp(-ce)[..., None], q_label[..., None], *term_weights)[..., 0]
-            pull += entry - entry.astype(dtype).astype(jnp.float32)
+        g, pull = rest
         carry["pull"] = put(carry["pull"], pull, start)
-        g_head = jnp.pad(g, ((0, 0), (0, 0), (0, lm_head.shape[0] - v)))
-        dh = jnp.einsum("dcv,vm->dcm", g_head, lm_head, preferred_element_type=jnp.float32)
+        dh = jnp.einsum("cv,vm->cm", g, lm_head, preferred_element_type=jnp.float32)
         carry["hidden"] = put(carry["hidden"], dh, start)
         if z is not None:
-            dz = jnp.einsum("dcv,vr->dcr", g, w2, preferred_element_type=jnp.float32)
+            dz = jnp.einsum("cv,vr->cr", g, w2, preferred_element_type=jnp.float32)
             carry["z"] = put(carry["z"], dz, start)
-            carry["w2"] += jnp.einsum("dcv,dcr->dvr", g, zc, preferred_element_type=jnp.float32)
+            carry["w2"] += jnp.einsum("cv,cr->vr", g, zc, preferred_element_type=jnp.float32)
         return carry
 
-    carry = {
-        "buffer": jnp.zeros((d, pieces, v), jnp.float32),
-        "ce": jnp.zeros((d, places), jnp.float32),
-        "l1": jnp.zeros((d, places), jnp.float32),
-        "numerator": jnp.zeros((d,), jnp.float32),
-    }
-    if with_gradient and (spec.ce_alpha or spec.l1_alpha):
-        carry["pull"] = jnp.zeros((d, places), jnp.float32)
-        carry["hidden"] = jnp.zeros((d, places, hidden.shape[-1]), jnp.float32)
+    carry = {name: jnp.zeros((places,), jnp.float32) for name in ("ce", "l1")}
+    carry["numerator"] = jnp.zeros((), jnp.float32)
+    if with_gradient:
+        carry["pull"] = jnp.zeros((places,), jnp.float32)
+        carry["hidden"] = jnp.zeros((places, hidden.shape[-1]), jnp.float32)
         if z is not None and w2 is not None:
-            carry["z"] = jnp.zeros((d, places, z.shape[-1]), jnp.float32)
-            carry["w2"] = jnp.zeros((d, *w2.shape), jnp.float32)  # per shard: summed once, after the loop
+            carry["z"] = jnp.zeros((places, z.shape[-1]), jnp.float32)
+            carry["w2"] = jnp.zeros(w2.shape, jnp.float32)
     carry = lax.fori_loop(0, plan.trips, visit, carry)
 
-    place_of_row = jnp.argsort(plan.order, axis=1)
+    place_of_row = jnp.argsort(plan.order)
 
     def restore(values: Array) -> Array:
-        """[d, places, ...] -> [B, slots, ...] in the rows' own order."""
-        return take(values[:, :local], place_of_row).reshape(batch, slots, *values.shape[2:])
+        """[places, ...] -> [B, slots, ...] in the rows' own order."""
+        return _take(values, place_of_row).reshape(batch, slots, *values.shape[1:])
 
-    terms = VocabTerms(carry["numerator"].sum(), restore(carry["ce"]), restore(carry["l1"]))
-    if "hidden" not in carry:
+    terms = VocabTerms(carry["numerator"], restore(carry["ce"]), restore(carry["l1"]))
+    if not with_gradient:
         return terms, None
     pull = restore(carry["pull"])[..., None]
     dh = restore(carry["hidden"]) + pull * lm_head[rows.labels].astype(jnp.float32)
     if z is None or w2 is None or rows.z is None:
         return terms, (dh, None, None)
     dz = restore(carry["z"]) + pull * w2[rows.labels].astype(jnp.float32)
-    push = by_shard(jnp.where(rows.valid[..., None], pull * rows.z.astype(jnp.float32), 0.0))
-    dw2 = jax.vmap(lambda total, label, x: total.at[label].add(x))(carry["w2"], labels, push)
-    return terms, (dh, dz, dw2.sum(axis=0))
+    push = jnp.where(rows.valid[..., None], pull * rows.z.astype(jnp.float32), 0.0)
+    dw2 = carry["w2"][: spec.vocab_size].at[labels].add(flat(push))
+    return terms, (dh, dz, dw2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -235,7 +277,7 @@ def _vocab_terms(spec: _Spec, rows: _Rows) -> VocabTerms:
 
 
 def _forward(spec: _Spec, rows: _Rows) -> tuple[VocabTerms, tuple]:
-    terms, gradient = _sweep(spec, rows, with_gradient=True)
+    terms, gradient = _sweep(spec, rows, with_gradient=bool(spec.ce_alpha or spec.l1_alpha))
     empty = [None if x is None else jnp.zeros((0,), x.dtype) for x in (rows.hidden, rows.z, rows.w2)]
     return terms, (gradient, empty)  # the empty arrays only carry the dtypes
 
@@ -267,7 +309,7 @@ def vocab_terms(
     ce_alpha: float,
     l1_alpha: float,
     chunk_rows: int,
-    shards: int = 1,
+    target_sizes: tuple[int, ...] | None = None,
 ) -> VocabTerms:
     """Weighted CE + L1 of all draft rows, with at most `chunk_rows` rows of logits at a time (dspark_spec 2).
 
@@ -288,21 +330,23 @@ def vocab_terms(
         vocab_size: `V`.
         ce_alpha: weight of CE; 0 still reports it.
         l1_alpha: weight of L1; 0 still reports it. Both 0: no gradient is computed at all.
-        chunk_rows: rows per chunk and shard.
-        shards: over how many devices the batch axis is split; sorting and chunking then stay on each of them.
+        chunk_rows: rows per chunk.
+        target_sizes: sizes a chunk's product for target logits may have, ascending up to `chunk_rows`; None lets
+            `target_sizes_for` choose.
 
     Returns:
         `VocabTerms`; differentiate its `numerator` only, the other two carry no gradient.
 
     Raises:
-        ValueError: `shards` does not divide `B`, or only one of `z` and `w2` is given.
+        ValueError: only one of `z` and `w2` is given, or `target_sizes` does not end at `chunk_rows`.
     """
-    if labels.shape[0] % shards:
-        raise ValueError(f"{labels.shape[0]} batch rows cannot be split over {shards} shards evenly")
     if (z is None) != (w2 is None):
         raise ValueError("z and w2 belong together: give both (Markov head) or neither")
-    local_rows = labels.shape[0] // shards * labels.shape[1]
-    spec = _Spec(vocab_size, float(ce_alpha), float(l1_alpha), min(chunk_rows, local_rows), shards)
+    chunk_rows = min(chunk_rows, labels.size)
+    sizes = target_sizes_for(chunk_rows) if target_sizes is None else target_sizes
+    if list(sizes) != sorted(set(sizes)) or sizes[-1] != chunk_rows:
+        raise ValueError(f"target_sizes {sizes} must ascend and end at the chunk's {chunk_rows} rows")
+    spec = _Spec(vocab_size, float(ce_alpha), float(l1_alpha), chunk_rows, tuple(sizes))
     rows = _Rows(hidden, z, w2, lm_head, last_hidden, target_index, labels, weights, valid)
     terms = _vocab_terms(spec, rows)
     return terms._replace(ce=lax.stop_gradient(terms.ce), l1=lax.stop_gradient(terms.l1))

@@ -47,18 +47,17 @@ def gradients(
     implementation="chunked",
     dtype=jnp.float32,
     first_row=0,
-    batch_shards=1,
 ):
     """((numerator, sums), gradients) of the function a training step differentiates."""
-    return _gradients(params, head, batch, first_row, config, objective, implementation, dtype, batch_shards)
+    return _gradients(params, head, batch, first_row, config, objective, implementation, dtype)
 
 
 @functools.partial(
     jax.jit,
-    static_argnums=(4, 5, 6, 7, 8),
+    static_argnums=(4, 5, 6, 7),
     compiler_options={"xla_backend_optimization_level": 0},  # half the time to compile
 )
-def _gradients(params, head, batch, first_row, config, objective, implementation, dtype, batch_shards):
+def _gradients(params, head, batch, first_row, config, objective, implementation, dtype):
     function = functools.partial(
         training_loss_sums,
         config=config,
@@ -66,7 +65,6 @@ def _gradients(params, head, batch, first_row, config, objective, implementation
         implementation=implementation,
         dtype=dtype,
         first_row=first_row,
-        batch_shards=batch_shards,
     )
     return jax.value_and_grad(function, has_aux=True)(params, head, batch, KEY)
 
@@ -74,24 +72,22 @@ def _gradients(params, head, batch, first_row, config, objective, implementation
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_equals_reference_for_every_head(kind):
     config, params, head, batch = case(**KINDS[kind])
-    shards = 1
-    if kind == "rnn":  # a tied target, and rows spread over devices
-        head, shards = FrozenHead(embedding=head.embedding, lm_head=head.embedding), 3
-    ours = gradients(config, params, head, batch, OBJECTIVE, batch_shards=shards)
+    if kind == "rnn":  # a tied target
+        head = FrozenHead(embedding=head.embedding, lm_head=head.embedding)
+    ours = gradients(config, params, head, batch, OBJECTIVE)
     assert_close(ours, gradients(config, params, head, batch, OBJECTIVE, implementation="reference"))
     assert float(ours[0][1]["weight"]) > 0
     for path, gradient in jax.tree_util.tree_leaves_with_path(ours[1]):
         assert np.abs(gradient).max() > 0, path  # every parameter of every head takes part
 
 
-@pytest.mark.parametrize(("kind", "shards"), [("vanilla", 1), ("gated", 1), ("rnn", 3), ("no Markov", 1)])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("implementation", ["chunked", "reference"])
-def test_t09_all_zero_masks(kind, shards, implementation):
+def test_t09_all_zero_masks(kind, implementation):
     """Loss exactly 0, gradients exactly 0 and finite, in every term and every head."""
     config, params, head, batch = case(**KINDS[kind])
     batch = dataclasses.replace(batch, loss_mask=jnp.zeros_like(batch.loss_mask))
-    shards = shards if implementation == "chunked" else 1
-    (numerator, sums), grads = gradients(config, params, head, batch, OBJECTIVE, implementation, batch_shards=shards)
+    (numerator, sums), grads = gradients(config, params, head, batch, OBJECTIVE, implementation)
     assert float(numerator) == 0.0
     assert float(window_scale(sums)) == 0.0
     for leaf in jax.tree.leaves(grads):

@@ -9,7 +9,7 @@ import pytest
 
 from draft_jax.objective.metrics import acceptance
 from draft_jax.objective.reference import reference_row_losses, vocab_terms_reference
-from draft_jax.objective.terms import row_gradient, row_losses, vocab_terms
+from draft_jax.objective.terms import row_distances, row_gradient, softmax_of, vocab_terms
 
 from .compare import assert_close
 
@@ -44,7 +44,7 @@ def term_inputs(seed=0, rows=2, slots=13, length=13, padded=40, targets="repeate
     )
 
 
-@functools.partial(jax.jit, static_argnames=("terms", "ce_alpha", "l1_alpha", "chunk_rows", "shards"))
+@functools.partial(jax.jit, static_argnames=("terms", "ce_alpha", "l1_alpha", "chunk_rows", "target_sizes"))
 def value_and_gradients(terms, inputs, ce_alpha=0.1, l1_alpha=0.9, scale=1.0, **options):
     """The terms, and the gradients of `scale * numerator` by hidden, z and w2 (those there are)."""
     given = tuple(i for i in range(3) if inputs[i] is not None)
@@ -71,12 +71,12 @@ def test_every_chunk_size_equals_plain_autodiff(chunk_rows):
 
 
 @pytest.mark.parametrize("targets", ["one each", "repeated", "one for all"])
-@pytest.mark.parametrize("shards", [1, 2])
-def test_target_rows_are_shared_by_position(targets, shards):
+@pytest.mark.parametrize("sizes", [None, (1, 2, 4, 5)])
+def test_target_rows_are_shared_by_position(targets, sizes):
     """However many rows share a target position, the result is that of target logits made per row."""
     inputs = term_inputs(seed=1, targets=targets)
     assert_close(
-        value_and_gradients(inputs=inputs, shards=shards, **CHUNKED),
+        value_and_gradients(inputs=inputs, target_sizes=sizes, **CHUNKED),
         value_and_gradients(inputs=inputs, **PLAIN),
     )
 
@@ -184,12 +184,13 @@ def test_t09_impossible_token():
 
     @jax.jit
     def run(logits, target_logits):
-        target = jax.nn.softmax(target_logits)
-        ce, l1, p, mean_sign = row_losses(logits, target, labels)
-        gradient = row_gradient(p, target, mean_sign, jnp.ones(1), jnp.ones(1)) - jax.nn.one_hot(labels, 4)
+        draft, target = softmax_of(logits), softmax_of(target_logits)
+        l1, mean_sign = row_distances(logits, draft, target_logits, target)
+        p, one = draft.of(logits), jnp.ones(1)
+        gradient = row_gradient(logits, draft, target_logits, target, mean_sign, one, one) - jax.nn.one_hot(labels, 4)
         plain = jax.grad(lambda x: sum(t.sum() for t in reference_row_losses(x, target_logits, labels)))(logits)
         without = reference_row_losses(logits[:, kept], target_logits[:, kept], jnp.asarray([1]))
-        return (ce, l1), without, gradient, plain
+        return (-jnp.log(p[:, 2]), l1), without, gradient, plain
 
     losses, without_the_token, gradient, plain = run(
         jnp.asarray([[0.3, -jnp.inf, 1.2, -0.4]]), jnp.asarray([[1.0, -jnp.inf, 0.1, 0.2]])
@@ -213,17 +214,18 @@ def test_t16_t21_acceptance(draft, target, accept):
     """`1 - L1/2` is the chance of exact rejection sampling, `sum min(p, q)`."""
     draft, target = (jnp.asarray([x], jnp.float32) for x in (draft, target))
     for l1 in (
-        row_losses(draft, jax.nn.softmax(target), jnp.asarray([0]))[1],
+        row_distances(draft, softmax_of(draft), target, softmax_of(target))[0],
         reference_row_losses(draft, target, jnp.asarray([0]))[1],
     ):
         assert float(acceptance(l1)[0]) == pytest.approx(accept, abs=1e-6)
 
 
-def test_half_given_markov_head_and_uneven_shards_are_refused():
+def test_half_given_markov_head_and_bad_target_sizes_are_refused():
     inputs = list(term_inputs())
     options = {"vocab_size": VOCAB, "ce_alpha": 1.0, "l1_alpha": 0.0, "chunk_rows": 4}
-    with pytest.raises(ValueError, match="2 batch rows cannot be split over 3 shards"):
-        vocab_terms(*inputs, **options, shards=3)
+    for sizes in ((2, 3), (3, 2, 4), (2, 8)):
+        with pytest.raises(ValueError, match="must ascend and end at the chunk's 4 rows"):
+            vocab_terms(*inputs, **options, target_sizes=sizes)
     inputs[2] = None
     with pytest.raises(ValueError, match="z and w2 belong together"):
         vocab_terms(*inputs, **options)

@@ -76,7 +76,7 @@ def jax_run(case: Case, objective: ObjectiveConfig):
     frozen = jax.device_put(case.frozen, sharding.replicated(mesh))
     programs = step.compile_programs(options, mesh, rows=3, length=LENGTH, frozen=frozen, hidden_dtype=jnp.float32)
     run = state.new_state(case.config, options.optimizer, seed=0, mesh=mesh, params=case.params)
-    accumulator, history = programs.accumulator, []
+    accumulator, history = programs.start(run.params), []
     for window in range(STEPS):
         for arrays in window_arrays(case, window):
             batch = jax.device_put(jax_batch(arrays), sharding.batch_sharding(mesh))
