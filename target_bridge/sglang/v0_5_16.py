@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from target_bridge.sglang.adapter import Packed, Start, find_hook, plain_tree, round_up, server_arguments
+from target_bridge.sglang.world import tear_down, world_exists
 from target_bridge.target import TargetError
 
 
@@ -21,6 +22,7 @@ class Adapter0516:
     """See `target_bridge.sglang.adapter.Adapter`."""
 
     runner: Any = None
+    _owns_world: bool = True
     _last: torch.Tensor | None = None
 
     def start(self, start: Start) -> str:
@@ -31,6 +33,7 @@ class Adapter0516:
         from sglang.srt.model_loader.utils import get_model_architecture
         from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+        self._owns_world = not world_exists()
         arguments = ServerArgs(**server_arguments(start), enable_return_hidden_states=True)
         set_global_server_args_for_scheduler(arguments)
         config = ModelConfig.from_server_args(arguments)
@@ -145,8 +148,5 @@ class Adapter0516:
 
     def stop(self) -> None:
         """Destroy SGLang's process groups; the runner's memory goes with its last reference."""
-        from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
         self.runner = self._last = None
-        destroy_model_parallel()
-        destroy_distributed_environment()
+        tear_down(owns_world=self._owns_world)

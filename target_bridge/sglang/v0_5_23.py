@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from target_bridge.sglang.adapter import Packed, Start, find_hook, plain_tree, round_up, server_arguments
+from target_bridge.sglang.world import tear_down, world_exists
 
 #: Setter of the model class -> the flag's name for that convention.
 _METHODS = {
@@ -27,6 +28,7 @@ class Adapter0523:
     """See `target_bridge.sglang.adapter.Adapter`."""
 
     runner: Any = None
+    _owns_world: bool = True
 
     def start(self, start: Start) -> str:
         """Publish the arguments, set up the process groups, load the model, allocate the pools."""
@@ -37,6 +39,7 @@ class Adapter0523:
         from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
         from sglang.srt.server_args import ServerArgs
 
+        self._owns_world = not world_exists()
         # The flag wants the convention's name, which only the model's class tells; reading it costs no weights.
         common = server_arguments(start)
         probe = ServerArgs(**common)
@@ -145,8 +148,5 @@ class Adapter0523:
 
     def stop(self) -> None:
         """Destroy SGLang's process groups; the runner's memory goes with its last reference."""
-        from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
-
         self.runner = None
-        destroy_model_parallel()
-        destroy_distributed_environment()
+        tear_down(owns_world=self._owns_world)

@@ -9,7 +9,11 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 STANDIN = Path(__file__).parent / "standin"
 
@@ -29,3 +33,26 @@ else:
     import torchvision_schemas
 
     torchvision_schemas.install()
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a random model, made once for the same arguments."""
+    from tests.sglang.models import save_model
+
+    made: dict[str, Path] = {}
+
+    def make(kind: str, **changes: object) -> Path:
+        key = repr((kind, sorted(changes.items())))
+        if key not in made:
+            made[key] = save_model(kind, tmp_path_factory.mktemp(kind), **changes)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def documents() -> list[np.ndarray]:
+    """Ragged token ids below 70; one of a single token, one of exactly two pages of 16."""
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 70, size=count).astype(np.int32) for count in (5, 40, 1, 23, 32, 7)]
