@@ -39,8 +39,9 @@ class ServedSample:
         rounds: verification rounds.
         histogram: [K + 1]; rounds that accepted so many drafts, each counted whole.
         finish: "eos" or "length".
-        past_stop: tokens the server returned after a stop token, not kept: it looks at the token budget before
-            it looks for stop tokens, so a round that passes both keeps all.
+        past_stop: tokens the server returned after a stop token, not kept. 0.5.16 looks at the token budget
+            before it looks for stop tokens, so a round that passes both keeps all up to the budget; 0.5.23 no
+            longer does.
     """
 
     prompt: str

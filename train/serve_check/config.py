@@ -91,6 +91,7 @@ class ServeConfig:
             "trust_remote_code": trust,
             "sampling_backend": "pytorch",
             "grammar_backend": "none",
+            "log_level": "info",  # Engine's own default is errors only, and a failure is told from the log
         }
         if self.memory is not None:
             arguments["mem_fraction_static"] = self.memory

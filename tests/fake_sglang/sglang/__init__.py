@@ -22,23 +22,25 @@ if FAIL == "import":
 __version__ = "0.5.16+fake"
 
 
-def stops(tokens, new, budget, stop):
+def stops(tokens, new, budget, stop, stop_first):
     """How many of `tokens` stay once the last `new` of them arrived, and the reason; None while it goes on.
 
-    The budget is looked at before the stop ids, so a step that passes both keeps tokens after a stop id.
+    0.5.16 looks at the budget first, so a step that passes both keeps tokens after a stop id; 0.5.23 looks at
+    the stop ids first, and a stop past the budget is a finish by length.
     """
-    if len(tokens) >= budget:
-        return budget, {"type": "length", "length": budget}
+    by_length = (budget, {"type": "length", "length": budget}) if len(tokens) >= budget else None
+    if by_length and not stop_first:
+        return by_length
     for index in range(len(tokens) - new, len(tokens)):
         if tokens[index] in stop:
-            return index + 1, {"type": "stop", "matched": tokens[index]}
-    return None
+            return by_length if index >= budget else (index + 1, {"type": "stop", "matched": tokens[index]})
+    return by_length
 
 
-def replay(first, rounds, budget, stop, block_size):
+def replay(first, rounds, budget, stop, block_size, stop_first=False):
     """(output ids, meta_info) of a request whose prefill gave `first` and whose rounds are [drafts, accepted, next]."""
     tokens, histogram = [first], []
-    end = stops(tokens, 1, budget, stop)
+    end = stops(tokens, 1, budget, stop, stop_first)
     remaining = iter(rounds)
     while end is None:
         drafts, accepted, bonus = next(remaining)
@@ -46,7 +48,7 @@ def replay(first, rounds, budget, stop, block_size):
         histogram += [0] * (accepted + 1 - len(histogram))
         histogram[accepted] += 1
         tokens += [*drafts[:accepted], bonus]
-        end = stops(tokens, accepted + 1, budget, stop)
+        end = stops(tokens, accepted + 1, budget, stop, stop_first)
     kept, reason = end
     meta = {"finish_reason": reason, "completion_tokens": kept, "cached_tokens": 0, "num_retractions": 0}
     verified = sum(histogram)

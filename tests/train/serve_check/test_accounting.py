@@ -38,8 +38,8 @@ def ours(first, raw_rounds, budget):
     return tokens, rounds, finish
 
 
-def served(first, raw_rounds, budget, name="p"):
-    tokens, meta = FAKE.replay(first, raw_rounds, budget, {EOS}, K)
+def served(first, raw_rounds, budget, name="p", stop_first=False):
+    tokens, meta = FAKE.replay(first, raw_rounds, budget, {EOS}, K, stop_first)
     return read_served(name, ServedOutput(tokens, meta), [EOS], budget, K)
 
 
@@ -62,12 +62,13 @@ def every_decoding():
                 yield first, [*rounds, *[([1] * K, 0, 2)] * budget], budget
 
 
-def test_every_decoding_counts_as_we_count_it():
+@pytest.mark.parametrize("stop_first", [False, True], ids=["0.5.16", "0.5.23"])
+def test_every_decoding_counts_as_we_count_it(stop_first):
     """Output, rounds, committed tokens and finish, whatever stops it where."""
     seen = past_stop = cut = 0
     for first, rounds, budget in every_decoding():
         tokens, settled, finish = ours(first, rounds, budget)
-        sample = served(first, rounds, budget)
+        sample = served(first, rounds, budget, stop_first=stop_first)
         assert list(sample.tokens) == tokens
         assert sample.rounds == len(settled)
         assert sample.committed == sum(item.length for item in settled)
@@ -76,7 +77,7 @@ def test_every_decoding_counts_as_we_count_it():
         past_stop += sample.past_stop > 0
         cut += sum(h * (a + 1) for a, h in enumerate(sample.histogram)) > sample.committed
     assert seen == 7 * 9**3 * 2
-    assert past_stop > 100, "rounds that pass budget and stop id together are among them"
+    assert (past_stop == 0) == stop_first, "only 0.5.16 keeps tokens after a stop id, and such rounds are among them"
     assert cut > 1000
 
 
