@@ -13,7 +13,7 @@ from target_bridge import handoff
 from target_bridge.staging import StagingRing
 from target_bridge.target import Target, TargetInfo
 
-from . import runtime
+from . import probe, runtime
 from .config import ConfigError, RunConfig
 from .data.pipeline import load_dataset
 from .data.rows import RowIterator
@@ -69,13 +69,17 @@ def assemble(
         check: called with the run's identity before anything is compiled; may refuse it.
     """
     platform, devices = runtime.start_jax(config)
-    draft = resolve_draft(config, read_target_config(config.target))
+    target_config = read_target_config(config.target)
+    draft = resolve_draft(config, target_config)
     dtype = resolve_dtype(config.train.dtype, platform)
     if target is None:
         target = runtime.load_target(
             config, draft.target_layer_ids, platform, resolve_dtype(config.target.dtype, platform)
         )
     _check_target(config, draft, target.info)
+    # Random weights say nothing: dummy ones are so small that all layers look alike.
+    if config.target.bridge == "sglang" and config.target.probe and config.target.sglang.load_format != "dummy":
+        probe.require(target, config, target_config)
     # Rows of ids need no tokenizer, and a target of random weights may have none.
     tokenizer = None if config.data.format == "tokens" else target.tokenizer
     data = load_dataset(config.data, tokenizer, target.info.vocab_size)

@@ -28,6 +28,7 @@ class TargetConfig:
         revision: hub revision; None = the hub's default.
         bridge: what runs it, in this process: `hf` = Transformers, `sglang` = stock SGLang (docs/sglang.md).
         sglang: options of the SGLang engine; without effect for `hf`.
+        probe: with `sglang`, run `draft-jax probe` first, in seconds, and do not train if it fails.
         dtype: of the target's weights and forward: auto = bfloat16 on an accelerator, float32 on a CPU.
         device: auto (the accelerator JAX uses, else the CPU), cpu, cuda or cuda:N.
         trust_remote_code: run Python code that comes with the model.
@@ -38,6 +39,7 @@ class TargetConfig:
     revision: str | None = None
     bridge: Literal["hf", "sglang"] = "hf"
     sglang: EngineOptions = field(default_factory=EngineOptions)
+    probe: bool = True
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
