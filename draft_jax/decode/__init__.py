@@ -1,11 +1,11 @@
-"""Proposing a block from cached context: static shapes, three compiled programs for a whole evaluation.
+"""Proposing blocks from cached context: static shapes, a few compiled programs for a whole evaluation.
 
 The cache holds, per layer, the keys and values of the context features of every committed token before the
 anchor. A proposal reads it and leaves it alone (the block's own keys and values are never stored), so there
 is nothing to crop after verification; `extend` writes the newly committed tokens into the donated buffers.
 """
 
-from draft_jax.decode.drafter import Drafter, make_drafter
+from draft_jax.decode.drafter import Drafter, cut, make_drafter
 from draft_jax.decode.propose import (
     ContextCache,
     Proposal,
@@ -20,6 +20,7 @@ __all__ = [
     "ContextCache",
     "Drafter",
     "Proposal",
+    "cut",
     "draw",
     "extend",
     "make_drafter",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,19 @@ class _Programs:
     @property
     def count(self) -> int:
         return len(self.extend) + 1
+
+
+def cut(count: int, widths: Sequence[int]) -> list[tuple[int, int]]:
+    """Covers `count` tokens with compiled widths: (tokens, width) pieces, whole ones first, padding in the last.
+
+    Args:
+        count: 0 or more.
+        widths: ascending.
+    """
+    pieces = [(widths[-1], widths[-1])] * (count // widths[-1])
+    if left := count % widths[-1]:
+        pieces.append((left, next(width for width in widths if width >= left)))
+    return pieces
 
 
 class Drafter:
@@ -65,7 +78,8 @@ class Drafter:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens per call of the compiled `extend` programs, ascending."""
+        """Tokens per call of the compiled `extend` programs, ascending: half of what a round can commit at most (it
+        rarely commits more), all of it, and a stretch of prompts; fewer where these coincide."""
         return tuple(sorted(self._programs.extend))
 
     @property
@@ -78,65 +92,66 @@ class Drafter:
         """The current cache; the next `extend` consumes it."""
         return self._cache
 
-    def reset(self) -> None:
-        """Forgets the context; the buffers stay and are written over."""
-        self._lengths[:] = 0
-        self._cache = ContextCache(
-            k=self._cache.k, v=self._cache.v, length=jax.device_put(np.zeros(self.batch, np.int32))
-        )
+    def reset(self, row: int | None = None) -> None:
+        """Forgets the context of a row, or of all; the buffers stay and are written over."""
+        self._lengths[slice(None) if row is None else row] = 0
 
-    def extend(self, context_hidden: Array | np.ndarray, count: np.ndarray | int | None = None) -> None:
-        """Appends context of newly committed tokens, any number of them.
+    def extend(self, context_hidden: Array | np.ndarray, counts: np.ndarray) -> None:
+        """Appends context of newly committed tokens, any number of them to any row.
 
         Args:
-            context_hidden: `[B, n, M*D]` (or `[n, M*D]` when `B` is 1), any `n`. NumPy, or a jax array of the
-                compute dtype; the latter stays on its device when `n` is one of `widths`, else it goes
-                through the host.
-            count: valid tokens per row; all `n` by default.
+            context_hidden: `[n, M*D]`, the tokens of row 0, then those of row 1, and so on; more than there are
+                tokens when padded. NumPy, or a jax array of the compute dtype; the latter stays on its device when
+                `n` is one of `widths`, else it goes through the host.
+            counts: `[B]`, new tokens of each row.
 
         Raises:
-            ValueError: wrong shape, a count above `n`, or a context longer than `max_context`.
+            ValueError: wrong shape, fewer states than tokens, or a context longer than `max_context`.
         """
-        hidden = context_hidden[None] if context_hidden.ndim == 2 else context_hidden
         width = self.config.num_taps * self.config.hidden_size
-        if hidden.ndim != 3 or hidden.shape[0] != self.batch or hidden.shape[2] != width:
-            raise ValueError(f"context_hidden has shape {hidden.shape}, expected [{self.batch}, n, {width}]")
-        total = hidden.shape[1]
-        counts = np.broadcast_to(np.asarray(total if count is None else count, np.int64), (self.batch,))
-        if counts.min() < 0 or counts.max() > total:
-            raise ValueError(f"count {counts.tolist()} is outside 0..{total}, the tokens given")
+        counts = np.asarray(counts, np.int64)
+        if context_hidden.ndim != 2 or context_hidden.shape[1] != width:
+            raise ValueError(f"context_hidden has shape {context_hidden.shape}, expected [n, {width}]")
+        if counts.shape != (self.batch,) or counts.min() < 0 or counts.sum() > len(context_hidden):
+            raise ValueError(
+                f"counts {counts.tolist()} must be {self.batch} numbers of tokens, in all at most the "
+                f"{len(context_hidden)} states given"
+            )
         if (self._lengths + counts).max() > self.max_context:
             raise ValueError(
                 f"context would grow to {int((self._lengths + counts).max())} tokens but the cache holds "
                 f"{self.max_context}: make the drafter with a larger max_context"
             )
-        if isinstance(hidden, jax.Array) and total in self._programs.extend:
-            self._extend_piece(hidden, counts, total)  # already of a compiled width: stays on its device
+        total = int(counts.sum())
+        rows = np.repeat(np.arange(self.batch), counts)
+        first = np.cumsum(counts) - counts
+        positions = np.arange(total) - np.repeat(first - self._lengths, counts)
+        if isinstance(context_hidden, jax.Array) and len(context_hidden) in self._programs.extend:
+            self._extend_piece(context_hidden, rows, positions)  # already of a compiled width: stays on its device
         else:
-            self._extend_pieces(np.asarray(hidden), counts)
+            self._extend_pieces(np.asarray(context_hidden), rows, positions)
         self._lengths += counts
 
-    def _extend_pieces(self, hidden: np.ndarray, counts: np.ndarray) -> None:
-        """Cuts any number of tokens into pieces of the two compiled widths, on the host: no new shape, no
-        compile."""
-        narrow, wide = min(self._programs.extend), max(self._programs.extend)
-        start, longest = 0, int(counts.max())
-        while start < longest:
-            size = narrow if longest - start <= narrow else wide
-            piece = hidden[:, start : start + size]
-            padded = np.zeros((self.batch, size, hidden.shape[2]), self._dtype)
-            padded[:, : piece.shape[1]] = piece
-            self._extend_piece(padded, np.clip(counts - start, 0, size), size)
+    def _extend_pieces(self, hidden: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Cuts any number of tokens into pieces of the compiled widths, on the host: no new shape, no compile."""
+        start = 0
+        for size, width in cut(len(rows), self.widths):
+            piece = np.zeros((width, hidden.shape[1]), self._dtype)
+            piece[:size] = hidden[start : start + size]
+            self._extend_piece(piece, rows[start : start + size], positions[start : start + size])
             start += size
 
-    def _extend_piece(self, piece: Array | np.ndarray, counts: np.ndarray, size: int) -> None:
-        self._cache = self._programs.extend[size](self._params, self._cache, piece, counts.astype(np.int32))
+    def _extend_piece(self, piece: Array | np.ndarray, rows: np.ndarray, positions: np.ndarray) -> None:
+        size = len(piece)
+        padded = np.full((2, size), self.batch, np.int32)  # a row that does not exist: dropped
+        padded[0, : len(rows)], padded[1, : len(rows)] = rows, positions
+        self._cache = self._programs.extend[size](self._params, self._cache, piece, padded[0], padded[1])
 
     def propose(self, anchor_token: np.ndarray | int, uniforms: np.ndarray, temperature: float) -> Proposal:
         """See `propose`. Does not wait for the device.
 
         Args:
-            anchor_token: the last committed token of each row (an int when `B` is 1).
+            anchor_token: the last committed token of each row (an int when `B` is 1); any id for a row not in use.
             uniforms: `[B, K]` (or `[K]` when `B` is 1) in [0, 1).
             temperature: 0 for greedy.
 
@@ -158,6 +173,7 @@ class Drafter:
             self._params,
             self._frozen,
             self._cache,
+            self._lengths.astype(np.int32),
             tokens.astype(np.int32),
             numbers,
             np.float32(temperature),
@@ -173,6 +189,7 @@ def make_drafter(
     max_context: int,
     batch: int = 1,
     prefill_width: int = 128,
+    sample_dtype: DTypeLike = jnp.float32,
 ) -> Drafter:
     """Compiles the programs of a drafter ahead of time (or reuses those of an equal shape).
 
@@ -183,13 +200,14 @@ def make_drafter(
         frozen: the target's embedding and LM head.
         max_context: most committed tokens of a sequence.
         batch: sequences decoded side by side.
-        prefill_width: tokens per call while a prompt is taken in; rounds use a second, narrow program.
+        prefill_width: tokens per call while prompts are taken in; rounds use narrow programs, see `widths`.
+        sample_dtype: see `propose`.
     """
     params = _rounded(params, dtype)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, frozen))
     leaves, tree = jax.tree.flatten(abstract)
     key = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    programs = _compile(config, jnp.dtype(dtype), batch, max_context, prefill_width, key, tree)
+    programs = _compile(config, jnp.dtype(dtype), jnp.dtype(sample_dtype), batch, max_context, prefill_width, key, tree)
     return Drafter(config, params, frozen, batch, max_context, dtype, programs)
 
 
@@ -210,6 +228,7 @@ def _rounded(params: Params, dtype: DTypeLike) -> Params:
 def _compile(
     config: DraftConfig,
     dtype: np.dtype,
+    sample_dtype: np.dtype,
     batch: int,
     max_context: int,
     prefill_width: int,
@@ -224,18 +243,21 @@ def _compile(
 
     def extend_program(width: int) -> Callable[..., ContextCache]:
         function = jax.jit(
-            lambda params, cache, hidden, count: extend(params, config, cache, hidden, count, dtype),
+            lambda params, cache, hidden, rows, positions: extend(
+                params, config, cache, hidden, rows, positions, dtype
+            ),
             donate_argnums=1,
         )
-        hidden = struct((batch, width, config.num_taps * config.hidden_size), dtype)
-        return function.lower(params, cache, hidden, struct((batch,), jnp.int32)).compile()
+        hidden = struct((width, config.num_taps * config.hidden_size), dtype)
+        index = struct((width,), jnp.int32)
+        return function.lower(params, cache, hidden, index, index).compile()
 
-    # A round commits at most K + 1 tokens.
-    narrow = config.block_size + 1
+    most = batch * (config.block_size + 1)  # a round commits at most K + 1 tokens of each row
+    widths = {most, max(most, prefill_width)} | ({-(-most // 2)} if batch > 1 else set())
     propose_program = (
         jax.jit(
-            lambda params, frozen, cache, anchor, uniforms, temperature: propose(
-                params, config, frozen, cache, anchor, uniforms, temperature, dtype
+            lambda params, frozen, cache, lengths, anchor, uniforms, temperature: propose(
+                params, config, frozen, cache, lengths, anchor, uniforms, temperature, dtype, sample_dtype
             )
         )
         .lower(
@@ -243,9 +265,10 @@ def _compile(
             frozen,
             cache,
             struct((batch,), jnp.int32),
+            struct((batch,), jnp.int32),
             struct((batch, config.block_size), jnp.float32),
             struct((), jnp.float32),
         )
         .compile()
     )
-    return _Programs({width: extend_program(width) for width in {narrow, max(narrow, prefill_width)}}, propose_program)
+    return _Programs({width: extend_program(width) for width in widths}, propose_program)

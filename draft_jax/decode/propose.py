@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from draft_jax.attention import block_attention
 from draft_jax.batch import FrozenHead
@@ -17,15 +17,17 @@ from draft_jax.config import DraftConfig
 from draft_jax.models.dspark import Params, bind
 from draft_jax.models.heads import vocabulary_logits
 
+#: Tokens of the vocabulary summed together when a token is drawn.
+_DRAW_BLOCK = 256
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ContextCache:
-    """Rotated keys, and values, of each layer's context; positions `0..length-1` of every row are filled."""
+    """Rotated keys, and values, of each layer's context. How much of a row is filled is the caller's to know."""
 
     k: Float[Array, "layers B S G C"]
     v: Float[Array, "layers B S G C"]
-    length: Int[Array, " B"]
 
 
 @jax.tree_util.register_dataclass
@@ -39,12 +41,14 @@ class Proposal:
             use.
         confidence_logits: `None` without a confidence head.
         hidden: backbone output, after the final norm.
+        finite: whether the logits of each slot were numbers; False means bad weights or bad context.
     """
 
     tokens: Int[Array, "B K"]
     probs: Float32[Array, "B K V"]
     confidence_logits: Float32[Array, "B K"] | None
     hidden: Float[Array, "B K D"]
+    finite: Bool[Array, "B K"]
 
 
 def new_cache(config: DraftConfig, batch: int, max_context: int, dtype: DTypeLike) -> ContextCache:
@@ -57,45 +61,37 @@ def new_cache(config: DraftConfig, batch: int, max_context: int, dtype: DTypeLik
         dtype: the compute dtype.
     """
     shape = (config.num_hidden_layers, batch, max_context, config.num_key_value_heads, config.head_dim)
-    return ContextCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), length=jnp.zeros((batch,), jnp.int32))
+    return ContextCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
 def extend(
     params: Params,
     config: DraftConfig,
     cache: ContextCache,
-    context_hidden: Float[Array, "B T MD"],
-    count: Int[Array, " B"],
+    context_hidden: Float[Array, "T MD"],
+    rows: Int[Array, " T"],
+    positions: Int[Array, " T"],
     dtype: DTypeLike,
 ) -> ContextCache:
-    """Appends the first `count` of `T` tokens to each row, at positions `length .. length + count - 1`.
-
-    Rows past `count` may hold anything. The caller keeps `length + count <= S`; what does not fit is not
-    written (`Drafter.extend` refuses it).
+    """Writes `T` tokens, of whatever rows, at their positions: context features depend on no other token.
 
     Args:
         params: the draft's parameters.
         config: the draft.
         cache: donate it, so that it is updated in place.
         context_hidden: target states of the tapped layers.
-        count: valid tokens per row, `0..T`.
+        rows: row of each token; `B` or more = not a token: it may hold anything, and is not written.
+        positions: of each token in its row; what does not fit is not written (`Drafter.extend` refuses it).
         dtype: compute dtype, that of the cache.
     """
     draft = bind(config, params, dtype)
-    B, T, _ = context_hidden.shape
-    S = cache.k.shape[2]
-    offset = jnp.arange(T, dtype=jnp.int32)
-    positions = cache.length[:, None] + offset
-    used = offset < count[:, None]
-    context = draft.context(jnp.where(used[..., None], context_hidden, 0))
-    # Rows beyond the count are sent out of bounds, where the scatter drops them.
-    target = jnp.where(used, positions, S)
-    row = jnp.arange(B)[:, None]
+    B = cache.k.shape[1]
+    context = draft.context(jnp.where((rows < B)[:, None], context_hidden, 0)[None])
     k, v = cache.k, cache.v
-    for i, (keys, values) in enumerate(draft.context_keys_values(context, positions)):
-        k = k.at[i, row, target].set(keys.astype(k.dtype), mode="drop")
-        v = v.at[i, row, target].set(values.astype(v.dtype), mode="drop")
-    return ContextCache(k=k, v=v, length=cache.length + count.astype(jnp.int32))
+    for i, (keys, values) in enumerate(draft.context_keys_values(context, positions[None])):
+        k = k.at[i, rows, positions].set(keys[0].astype(k.dtype), mode="drop")
+        v = v.at[i, rows, positions].set(values[0].astype(v.dtype), mode="drop")
+    return ContextCache(k=k, v=v)
 
 
 def propose(
@@ -103,13 +99,14 @@ def propose(
     config: DraftConfig,
     frozen: FrozenHead,
     cache: ContextCache,
+    lengths: Int[Array, " B"],
     anchor_token: Int[Array, " B"],
     uniforms: Float[Array, "B K"],
     temperature: Float[Array, ""],
     dtype: DTypeLike,
+    sample_dtype: DTypeLike = jnp.float32,
 ) -> Proposal:
-    """Drafts `K` tokens after the anchor, which stands at position `cache.length` (dspark_spec 5.1, steps 2
-    and 3).
+    """Drafts `K` tokens after the anchor, which stands at position `lengths` (dspark_spec 5.1, steps 2 and 3).
 
     Slots are sampled left to right, each with the Markov bias of the token sampled before it. Every
     probability is fp32, and the token is drawn from the very array returned.
@@ -119,70 +116,87 @@ def propose(
         config: the draft.
         frozen: the target's embedding and LM head.
         cache: context of the tokens before the anchor.
+        lengths: how many those are; what a row holds beyond is not looked at.
         anchor_token: the last committed token.
         uniforms: one number in [0, 1) per slot; decides the token by inverse CDF.
         temperature: 0 for greedy. A traced scalar: greedy and sampled are one program.
         dtype: compute dtype.
+        sample_dtype: bfloat16 draws from a softmax rounded to it while `probs` stay fp32, as DeepSpec's evaluator
+            does (dspark_spec 8.2, defect 2): only to reproduce its numbers, it is not lossless.
     """
     draft = bind(config, params, dtype)
-    hidden = _block_hidden(draft, config, frozen, cache, anchor_token)
+    hidden = _block_hidden(draft, config, frozen, cache, lengths, anchor_token)
     with jax.named_scope("lm_head"):
         logits = vocabulary_logits(hidden, frozen.lm_head, config.vocab_size)
     w2 = draft.markov.w2().astype(hidden.dtype) if draft.markov is not None else None
 
-    def slot(carry: tuple[Any, Array], inputs: tuple[Array, Array, Array]) -> tuple[Any, tuple[Array, Array]]:
+    def slot(carry: tuple[Any, Array], inputs: tuple[Array, Array, Array]) -> tuple[Any, tuple[Array, Array, Array]]:
         state, prev = carry
         hidden, logits, uniform = inputs
         if draft.markov is not None and w2 is not None:
             state, z = draft.markov.step(state, hidden, prev)
             logits = logits + vocabulary_logits(z, w2, config.vocab_size)
         probs = token_distribution(logits, temperature)
-        token = draw(probs, uniform)
-        return (state, token), (token, probs)
+        drawn_from = probs
+        if jnp.dtype(sample_dtype) != jnp.float32:
+            rounded = token_distribution(logits.astype(sample_dtype), temperature.astype(sample_dtype))
+            drawn_from = rounded.astype(jnp.float32)
+        token = draw(drawn_from, uniform)
+        return (state, token), (token, probs, jnp.isfinite(logits).all(axis=-1))
 
     start = draft.markov.initial_carry(anchor_token.shape) if draft.markov is not None else ()
     slots_first = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (hidden, logits, uniforms))
     with jax.named_scope("sample"):
         _, outputs = jax.lax.scan(slot, (start, anchor_token.astype(jnp.int32)), slots_first)
-    tokens, probs = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
+    tokens, probs, finite = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
 
     confidence = None
     if draft.confidence is not None:
         prev = jnp.concatenate([anchor_token[:, None].astype(jnp.int32), tokens[:, :-1]], axis=1)
         features = draft.markov.embed(prev) if draft.markov and draft.confidence.with_markov else None
         confidence = draft.confidence(hidden, features)
-    return Proposal(tokens=tokens, probs=probs, confidence_logits=confidence, hidden=hidden)
+    return Proposal(tokens=tokens, probs=probs, confidence_logits=confidence, hidden=hidden, finite=finite)
 
 
-def token_distribution(logits: Float32[Array, "*rows V"], temperature: Float[Array, ""]) -> Float32[Array, "*rows V"]:
-    """`softmax(logits / temperature)` in fp32; one-hot at the largest logit when the temperature is 0."""
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+def token_distribution(logits: Float[Array, "*rows V"], temperature: Float[Array, ""]) -> Float[Array, "*rows V"]:
+    """`softmax(logits / temperature)` in the dtype of the logits; at temperature 0 one-hot at the largest logit."""
+    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=logits.dtype)
     cold = temperature <= 0
     sampled = jax.nn.softmax(logits / jnp.where(cold, 1.0, temperature), axis=-1)
     return jnp.where(cold, greedy, sampled)
 
 
 def draw(probs: Float32[Array, "*rows V"], uniform: Float[Array, "*rows"]) -> Int[Array, "*rows"]:
-    """The token at which the cumulated distribution passes `uniform`. A token of probability 0 is never
-    drawn.
+    """The token at which the cumulated distribution passes `uniform`. A token of probability 0 is never drawn.
 
-    The threshold is scaled by the total as summed, which is 1 only up to rounding.
+    The threshold is scaled by the total as summed, which is 1 only up to rounding. Sums are taken by blocks of the
+    vocabulary first: a prefix sum over all of it costs a pass per binary digit of its size, and rounds more.
     """
-    cumulated = jnp.cumsum(probs, axis=-1)
-    threshold = uniform.astype(jnp.float32)[..., None] * cumulated[..., -1:]
-    # A parallel prefix sum need not be monotone to the last bit, hence the second condition; and the
-    # threshold can round up to the total, hence the fallback.
-    passed = (cumulated > threshold) & (probs > 0)
-    first, fallback = jnp.argmax(passed, axis=-1), jnp.argmax(probs, axis=-1)
-    return jnp.where(passed.any(axis=-1), first, fallback).astype(jnp.int32)
+    padded = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -probs.shape[-1] % _DRAW_BLOCK)])
+    blocks = padded.reshape(*probs.shape[:-1], -1, _DRAW_BLOCK)
+    masses = blocks.sum(axis=-1)
+    upto = jnp.cumsum(masses, axis=-1)
+    threshold = uniform.astype(jnp.float32)[..., None] * upto[..., -1:]
+    block = _first((upto > threshold) & (masses > 0), otherwise=jnp.argmax(masses, axis=-1))[..., None]
+    inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
+    before = jnp.take_along_axis(upto - masses, block, axis=-1)
+    # Rounding can leave the threshold above the last sum inside the block: its last token then.
+    last = _DRAW_BLOCK - 1 - jnp.argmax((inside > 0)[..., ::-1], axis=-1)
+    place = _first((before + jnp.cumsum(inside, axis=-1) > threshold) & (inside > 0), otherwise=last)
+    return (block[..., 0] * _DRAW_BLOCK + place).astype(jnp.int32)
+
+
+def _first(passed: Bool[Array, "*rows n"], otherwise: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+    """Index of the first True: a parallel prefix sum need not be monotone to the last bit."""
+    return jnp.where(passed.any(axis=-1), jnp.argmax(passed, axis=-1), otherwise)
 
 
 def _block_hidden(
-    draft: Any, config: DraftConfig, frozen: FrozenHead, cache: ContextCache, anchor_token: Array
+    draft: Any, config: DraftConfig, frozen: FrozenHead, cache: ContextCache, lengths: Array, anchor_token: Array
 ) -> Float[Array, "B K D"]:
     """The backbone over one block per row, with the cache as its context."""
     B, S = cache.k.shape[1:3]
-    anchors = cache.length[:, None]
+    anchors = lengths[:, None]
     keep = jnp.ones((B, 1), bool)
     everything = jnp.ones((B, S), bool)
 

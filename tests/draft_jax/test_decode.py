@@ -41,8 +41,13 @@ def make(kind="vanilla", batch=1, max_context=24, prefill_width=8, dtype=jnp.flo
     )
 
 
-def context(rows, length, seed=0):
-    return np.random.default_rng(seed).normal(size=(rows, length, 72)).astype(np.float32)
+def context(length, seed=0):
+    return np.random.default_rng(seed).normal(size=(length, 72)).astype(np.float32)
+
+
+def feed(drafter, *rows):
+    """The given states of each row, packed."""
+    drafter.extend(np.concatenate(rows), np.array([len(row) for row in rows]))
 
 
 def uniforms(batch=1, seed=0):
@@ -61,10 +66,10 @@ def test_hidden_of_a_decoded_block_is_that_of_training(kind):
     blocks = blocks_at(batch, anchors, config)
     trained = jax.jit(lambda p: bind(config, p, jnp.float32)(batch, blocks, frozen, jnp.ones((1, 15), bool)))(params)
     drafter = make(kind)
-    states = np.asarray(batch.context_hidden)
+    states = np.asarray(batch.context_hidden)[0]
     done = 0
     for n, anchor in enumerate(anchors[0]):
-        drafter.extend(states[:, done:anchor])
+        feed(drafter, states[done:anchor])
         done = anchor
         proposal = drafter.propose(int(batch.input_ids[0, anchor]), uniforms(), 0.0)
         np.testing.assert_allclose(proposal.hidden[0], trained[0, n], atol=1e-5)
@@ -72,40 +77,68 @@ def test_hidden_of_a_decoded_block_is_that_of_training(kind):
 
 def test_ragged_pieces_fill_the_cache_as_one_piece_does():
     """Two rows of different length, in uneven pieces with junk behind, against each row at once."""
-    whole = context(2, 11)
-    lengths = [11, 6]
+    whole = [context(11), context(6, seed=1)]
     drafter = make(batch=2)
-    junk = np.full((2, 5, 72), np.nan, np.float32)
+    junk = np.full((3, 72), np.nan, np.float32)
     done = [0, 0]
     for counts in ([2, 0], [3, 4], [0, 1], [5, 1], [1, 0]):
-        piece = np.stack([np.concatenate([whole[b, d:], junk[b]])[:5] for b, d in enumerate(done)])
-        drafter.extend(piece, np.array(counts))
+        pieces = [row[d : d + c] for row, d, c in zip(whole, done, counts, strict=True)]
+        drafter.extend(np.concatenate([*pieces, junk]), np.array(counts))
         done = [d + c for d, c in zip(done, counts, strict=True)]
-    assert done == lengths
-    assert drafter.lengths.tolist() == np.asarray(drafter.cache.length).tolist() == lengths
+    assert drafter.lengths.tolist() == done == [11, 6]
     once = make(batch=2)
-    once.extend(whole, np.array(lengths))
+    feed(once, *whole)
     anchor = np.array([3, 17])
     a, b = drafter.propose(anchor, uniforms(2), 1.0), once.propose(anchor, uniforms(2), 1.0)
     np.testing.assert_allclose(a.hidden, b.hidden, atol=1e-5)
     np.testing.assert_allclose(a.probs, b.probs, atol=1e-5)
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(done):
         for ours, theirs in ((drafter.cache.k, once.cache.k), (drafter.cache.v, once.cache.v)):
             np.testing.assert_allclose(ours[:, row, :length], theirs[:, row, :length], atol=1e-5)
     assert np.isfinite(drafter.cache.k).all()
 
 
 def test_rows_of_a_batch_are_independent():
-    whole = context(2, 7)
+    whole = [context(7), context(4, seed=1)]
     both = make(batch=2)
-    both.extend(whole, np.array([7, 4]))
+    feed(both, *whole)
     together = both.propose(np.array([3, 17]), uniforms(2), 1.0)
-    for row, (length, token) in enumerate([(7, 3), (4, 17)]):
+    for row, token in enumerate([3, 17]):
         one = make()
-        one.extend(whole[row, :length])
+        feed(one, whole[row])
         alone = one.propose(token, uniforms(2)[row], 1.0)
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
         np.testing.assert_allclose(alone.probs[0], together.probs[row], atol=1e-5)
+
+
+def test_a_row_takes_another_text_while_the_others_go_on():
+    """The second text of row 0 sees nothing of the first; row 1 does not notice."""
+    drafter = make(batch=2)
+    feed(drafter, context(12), context(5, seed=1))
+    drafter.reset(0)
+    assert drafter.lengths.tolist() == [0, 5]
+    feed(drafter, context(3, seed=2), context(2, seed=3))
+    ours = drafter.propose(np.array([3, 17]), uniforms(2), 1.0)
+    for row, states in enumerate([context(3, seed=2), np.concatenate([context(5, seed=1), context(2, seed=3)])]):
+        one = make()
+        feed(one, states)
+        alone = one.propose([3, 17][row], uniforms(2)[row], 1.0)
+        np.testing.assert_allclose(ours.probs[row], alone.probs[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("count", "pieces"),
+    [
+        (0, []),
+        (1, [(1, 8)]),
+        (8, [(8, 8)]),
+        (9, [(9, 16)]),
+        (41, [(16, 16), (16, 16), (9, 16)]),
+        (33, [(16, 16)] * 2 + [(1, 8)]),
+    ],
+)
+def test_any_number_of_tokens_is_cut_into_compiled_widths(count, pieces):
+    assert decode.cut(count, (8, 16)) == pieces
 
 
 def test_empty_context_is_allowed():
@@ -136,7 +169,7 @@ def test_tokens_follow_the_returned_probabilities(kind):
     """The distributions use the sampled tokens, and each token is where its uniform falls in its own
     distribution."""
     drafter = make(kind)
-    drafter.extend(context(1, 6))
+    feed(drafter, context(6))
     seen = set()
     for seed, temperature in [(0, 0.0), (1, 1.0), (2, 1.0), (3, 0.5), (4, 3.0)]:
         u = uniforms(seed=seed)
@@ -159,7 +192,7 @@ def test_tokens_follow_the_returned_probabilities(kind):
 def test_confidence_uses_the_sampled_tokens():
     config, params, _ = drafter_parts("vanilla")
     drafter = make()
-    drafter.extend(context(1, 6))
+    feed(drafter, context(6))
     draft = bind(config, params, jnp.float32)
     for seed in range(3):
         proposal = drafter.propose(5, uniforms(seed=seed), 2.0)
@@ -220,15 +253,15 @@ def test_a_whole_sequence_compiles_nothing():
     try:
         for temperature in (0.0, 1.0, 0.7):
             drafter.reset()
-            drafter.extend(context(1, 13))
+            feed(drafter, context(13))
             for n in (1, 3, 5, 2):
                 proposal = drafter.propose(n, uniforms(seed=n), temperature)
                 assert np.asarray(proposal.tokens).max() < V
-                states = context(1, n)
-                drafter.extend(jax.device_put(states) if n == 3 else states)
-            drafter.extend(context(1, 0))
+                states = context(n)
+                drafter.extend(jax.device_put(states) if n == 3 else states, np.array([n]))
+            feed(drafter, context(0))
         again = make()  # an equal drafter shares the programs
-        again.extend(context(1, 4))
+        feed(again, context(4))
         again.propose(3, uniforms(), 0.0)
     finally:
         monitoring.unregister_event_duration_listener(count)
@@ -239,21 +272,21 @@ def test_a_whole_sequence_compiles_nothing():
 def test_extend_updates_the_cache_in_place():
     config, params, _ = drafter_parts("vanilla")
     abstract = jax.eval_shape(lambda: decode.new_cache(config, 1, 4096, jnp.float32))
-    hidden = jax.ShapeDtypeStruct((1, 5, 72), jnp.float32)
-    count = jax.ShapeDtypeStruct((1,), jnp.int32)
+    hidden = jax.ShapeDtypeStruct((5, 72), jnp.float32)
+    index = jax.ShapeDtypeStruct((5,), jnp.int32)
     program = jax.jit(
-        lambda p, cache, hidden, count: decode.extend(p, config, cache, hidden, count, jnp.float32),
+        lambda p, cache, hidden, rows, at: decode.extend(p, config, cache, hidden, rows, at, jnp.float32),
         donate_argnums=1,
     )
     size = sum(x.size * x.dtype.itemsize for x in (abstract.k, abstract.v))
-    memory = program.lower(params, abstract, hidden, count).compile().memory_analysis()
+    memory = program.lower(params, abstract, hidden, index, index).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / 10
 
     drafter = make()
     before, pointer = drafter.cache, drafter.cache.k.unsafe_buffer_pointer()
     for n in range(3):
-        drafter.extend(context(1, 2, seed=n))
+        feed(drafter, context(2, seed=n))
         assert drafter.cache.k.unsafe_buffer_pointer() == pointer
     assert before.k.is_deleted()
     drafter.propose(3, uniforms(), 0.0)
@@ -262,13 +295,13 @@ def test_extend_updates_the_cache_in_place():
 
 def test_reset_forgets():
     drafter = make()
-    drafter.extend(context(1, 9))
+    feed(drafter, context(9))
     first = drafter.propose(3, uniforms(), 1.0)
     drafter.reset()
     assert drafter.lengths.tolist() == [0]
-    drafter.extend(context(1, 17, seed=5))
+    feed(drafter, context(17, seed=5))
     drafter.reset()
-    drafter.extend(context(1, 9))
+    feed(drafter, context(9))
     np.testing.assert_array_equal(drafter.propose(3, uniforms(), 1.0).probs, first.probs)
 
 
@@ -276,7 +309,7 @@ def test_bf16_rounds_weights_once_to_the_same_result():
     """The drafter's weights, rounded ahead, give what fp32 master weights give when bound in bf16."""
     config, params, frozen = drafter_parts("rnn")
     drafter = make("rnn", dtype=jnp.bfloat16)
-    drafter.extend(context(1, 6))
+    feed(drafter, context(6))
     ours = drafter.propose(3, uniforms(), 1.0)
     assert ours.hidden.dtype == jnp.bfloat16
     assert ours.probs.dtype == jnp.float32
@@ -284,9 +317,9 @@ def test_bf16_rounds_weights_once_to_the_same_result():
     @jax.jit
     def from_master(params):
         cache = decode.new_cache(config, 1, 24, jnp.bfloat16)
-        states = jnp.pad(jnp.asarray(context(1, 6), jnp.bfloat16), ((0, 0), (0, 2), (0, 0)))
-        cache = decode.extend(params, config, cache, states, jnp.asarray([6]), jnp.bfloat16)
-        arguments = (jnp.asarray([3]), jnp.asarray(uniforms()), jnp.float32(1), jnp.bfloat16)
+        states = jnp.asarray(context(6), jnp.bfloat16)
+        cache = decode.extend(params, config, cache, states, jnp.zeros(6, int), jnp.arange(6), jnp.bfloat16)
+        arguments = (jnp.asarray([6]), jnp.asarray([3]), jnp.asarray(uniforms()), jnp.float32(1), jnp.bfloat16)
         return decode.propose(params, config, frozen, cache, *arguments)
 
     np.testing.assert_allclose(ours.probs, from_master(params).probs, atol=1e-3)
@@ -294,14 +327,17 @@ def test_bf16_rounds_weights_once_to_the_same_result():
 
 def test_misuse_is_refused_in_words():
     drafter = make()
-    drafter.extend(context(1, 20))
+    feed(drafter, context(20))
     with pytest.raises(ValueError, match="context would grow to 25 tokens but the cache holds 24"):
-        drafter.extend(context(1, 5))
+        feed(drafter, context(5))
     assert drafter.lengths.tolist() == [20]
-    with pytest.raises(ValueError, match=r"context_hidden has shape \(1, 3, 71\), expected \[1, n, 72\]"):
-        drafter.extend(context(1, 3)[..., :-1])
-    with pytest.raises(ValueError, match=r"count \[4\] is outside 0\.\.3"):
-        drafter.extend(context(1, 3), 4)
+    with pytest.raises(ValueError, match=r"context_hidden has shape \(3, 71\), expected \[n, 72\]"):
+        feed(drafter, context(3)[..., :-1])
+    for counts in ([4], [-1], [1, 1]):
+        with pytest.raises(
+            ValueError, match=rf"counts \[{counts[0]}.* must be 1 numbers of tokens, in all at most the 3"
+        ):
+            drafter.extend(context(3), np.array(counts))
     with pytest.raises(ValueError, match=r"anchor_token \[31\] must be 1 id\(s\) below 31"):
         drafter.propose(31, uniforms(), 0.0)
     with pytest.raises(ValueError, match=r"temperature -1\.0 is negative"):

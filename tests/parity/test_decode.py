@@ -42,9 +42,10 @@ def fill(case, seed=0):
     drafter.reset()
     contexts = [np.zeros((0, case.spec.num_taps * case.spec.hidden_size), np.float32) for _ in range(2)]
     for count in PIECES:
-        # Beyond `count` stands junk: it must not reach the cache's used part.
+        # Beyond the tokens stands junk: it must not reach the cache's used part.
         piece = rng.normal(size=(2, 7, contexts[0].shape[1])).astype(np.float32)
-        drafter.extend(piece, count)
+        tokens = [p[:n] for p, n in zip(piece, count, strict=True)]
+        drafter.extend(np.concatenate([*tokens, piece[0]]), count)
         contexts = [np.concatenate([c, p[:n]]) for c, p, n in zip(contexts, piece, count, strict=True)]
     np.testing.assert_array_equal(drafter.lengths, [7, 12])
     return drafter, contexts

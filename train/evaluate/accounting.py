@@ -44,6 +44,9 @@ def settle_round(
     next_token: int,
     eos_ids: Collection[int],
     remaining: int,
+    *,
+    confidence_logits: Sequence[float] | None = None,
+    overshoot: bool = False,
 ) -> Round:
     """Cuts a verified round at the first stop token and at the token budget (dspark_spec 5.1, rules 7 and 8).
 
@@ -58,6 +61,8 @@ def settle_round(
         next_token: the target's token after the accepted ones (residual sample, or bonus).
         eos_ids: stop ids.
         remaining: tokens the sample may still generate, at least 1.
+        confidence_logits: of the proposals; cut as they are.
+        overshoot: count what lies past the budget, as DeepSpec does.
 
     Raises:
         ValueError: when `accepted` exceeds the proposals, or nothing may be generated any more.
@@ -66,20 +71,30 @@ def settle_round(
         raise ValueError(f"{accepted} tokens accepted of {len(draft_tokens)} proposed")
     if remaining < 1:
         raise ValueError(f"a round needs room for at least one token, {remaining} remain")
-    proposed = min(len(draft_tokens), remaining)
-    kept = [int(token) for token in draft_tokens[: min(accepted, remaining)]]
-    for index, token in enumerate(kept):
-        if token in eos_ids:
-            return Round(tuple(kept[: index + 1]), proposed=index + 1, accepted=index + 1, finish="eos")
-    tokens = kept
-    if len(kept) < remaining:  # otherwise the budget is full and the target's own token is past it
-        tokens = [*kept, int(next_token)]
+    budget = len(draft_tokens) + 1 if overshoot else remaining
+    proposed = min(len(draft_tokens), budget)
+    kept = [int(token) for token in draft_tokens[: min(accepted, budget)]]
     finish: Finish | None = None
-    if tokens[-1] in eos_ids:
-        finish = "eos"
-    elif len(tokens) >= remaining:
-        finish = "length"
-    return Round(tuple(tokens), proposed=proposed, accepted=len(kept), finish=finish)
+    stop = next((index for index, token in enumerate(kept) if token in eos_ids), None)
+    if stop is not None:
+        tokens = kept = kept[: stop + 1]
+        proposed, finish = len(kept), "eos"
+    else:
+        tokens = kept
+        if len(kept) < budget:  # otherwise the budget is full and the target's own token is past it
+            tokens = [*kept, int(next_token)]
+        if tokens[-1] in eos_ids:
+            finish = "eos"
+        elif len(tokens) >= remaining:
+            finish = "length"
+    return Round(
+        tuple(tokens),
+        proposed=proposed,
+        accepted=len(kept),
+        finish=finish,
+        drafts=tuple(int(token) for token in draft_tokens[:proposed]),
+        confidence_logits=None if confidence_logits is None else tuple(confidence_logits[:proposed]),
+    )
 
 
 @dataclass(frozen=True)

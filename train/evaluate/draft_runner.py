@@ -1,4 +1,4 @@
-"""The draft's side of the decoding loop: the target's states go in, a proposal comes out."""
+"""The draft's side of the decoding loop: the target's states go in, proposals come out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from draft_jax.batch import FrozenHead
 from draft_jax.config import DraftConfig
-from draft_jax.decode import Drafter, make_drafter
+from draft_jax.decode import Drafter, cut, make_drafter
 from target_bridge import fence, handoff
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -23,30 +23,33 @@ class ProposalError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class ProposedBlock:
-    """A proposal on the torch side.
+class ProposedBlocks:
+    """Proposals on the torch side, one row a slot; rows of empty slots hold anything.
 
     Attributes:
-        tokens: the K drafted ids.
-        probs: fp32 [K, V]: the distributions they were drawn from, on the target's device.
-        confidence: fp32 [K] predicted acceptance probabilities, or None without a confidence head.
+        tokens: int64 [B, K]: the drafted ids.
+        probs: fp32 [B, K, V]: the distributions they were drawn from, on the target's device; None when greedy,
+            where verification needs none.
+        confidence_logits: fp32 [B, K], or None without a confidence head.
     """
 
-    tokens: list[int]
-    probs: torch.Tensor
-    confidence: np.ndarray | None
+    tokens: np.ndarray
+    probs: torch.Tensor | None
+    confidence_logits: np.ndarray | None
 
 
 class DraftRunner:
-    """One `Drafter` for a whole evaluation: compiled once, reset for every prompt.
+    """One `Drafter` for a whole evaluation: compiled once, its slots reset for every prompt.
 
     Args:
         config: the draft.
         params: its parameters.
         frozen: the target's embedding and head.
         max_context: most committed tokens of a prompt and its output.
+        batch: slots.
         dtype: compute dtype, "float32" or "bfloat16".
         device: torch device of the target; proposals come back to it.
+        sample_dtype: dtype of the distribution tokens are drawn from; "bfloat16" only to reproduce DeepSpec's.
     """
 
     def __init__(
@@ -56,14 +59,24 @@ class DraftRunner:
         frozen: FrozenHead,
         *,
         max_context: int,
+        batch: int,
         dtype: str,
         device: torch.device,
+        sample_dtype: str = "float32",
     ) -> None:
         self.config = config
+        self.batch = batch
+        self.max_context = max_context
         self._device = device
         self._dtype = TORCH_DTYPES[dtype]
         self._drafter: Drafter = make_drafter(
-            config, jnp.dtype(dtype), params=params, frozen=frozen, max_context=max_context
+            config,
+            jnp.dtype(dtype),
+            params=params,
+            frozen=frozen,
+            max_context=max_context,
+            batch=batch,
+            sample_dtype=jnp.dtype(sample_dtype),
         )
         self._jax_device = next(iter(self._drafter.cache.k.devices()))
 
@@ -72,51 +85,59 @@ class DraftRunner:
         """Programs compiled for this evaluation; it does not grow while it runs."""
         return self._drafter.compile_count
 
-    def reset(self) -> None:
-        """Forgets the context: a new prompt begins."""
-        self._drafter.reset()
+    def reset(self, slot: int) -> None:
+        """Forgets the slot's context: a new prompt begins."""
+        self._drafter.reset(slot)
 
-    def extend(self, states: torch.Tensor) -> None:
+    def extend(self, states: dict[int, torch.Tensor]) -> None:
         """Takes in the target's states of newly committed tokens.
 
         Args:
-            states: [T, M*D], any T, on any device.
+            states: slot -> [T, M*D], any T, on any device.
         """
-        narrow, wide = self._drafter.widths[0], self._drafter.widths[-1]
+        slots = sorted(states)
+        packed = torch.cat([states[slot] for slot in slots])
+        counts = np.zeros(self.batch, np.int64)
+        counts[slots] = [len(states[slot]) for slot in slots]
         start = 0
-        while start < len(states):
-            left = len(states) - start
-            width = narrow if left <= narrow else wide
-            piece = states[start : start + width]
+        for size, width in cut(len(packed), self._drafter.widths):
             # A fresh tensor of a compiled width: JAX reads it in place, and DLPack keeps it alive meanwhile.
-            padded = torch.zeros((1, width, states.shape[1]), dtype=self._dtype, device=states.device)
-            padded[0, : len(piece)] = piece
+            padded = torch.zeros((width, packed.shape[1]), dtype=self._dtype, device=packed.device)
+            padded[:size] = packed[start : start + size]
             fence.torch_done(padded.device)
             array = jax.device_put(handoff.to_jax(padded), self._jax_device)
-            self._drafter.extend(array, np.array([len(piece)]))
-            start += width
+            upto = np.cumsum(counts)
+            piece = np.clip(upto, start, start + size) - np.clip(upto - counts, start, start + size)
+            self._drafter.extend(array, piece)
+            start += size
 
-    def propose(self, anchor: int, uniforms: np.ndarray, temperature: float) -> ProposedBlock:
-        """Drafts a block after `anchor`.
+    def propose(self, anchors: dict[int, int], uniforms: np.ndarray, temperature: float) -> ProposedBlocks:
+        """Drafts a block after the anchor of each slot.
 
         Args:
-            anchor: the last committed token.
-            uniforms: fp32 [K] in [0, 1).
+            anchors: slot -> the last committed token.
+            uniforms: fp32 [B, K] in [0, 1).
             temperature: 0 = greedy.
 
         Raises:
             ProposalError: the draft's probabilities are not finite.
         """
-        proposal = self._drafter.propose(anchor, uniforms, temperature)
+        tokens = np.zeros(self.batch, np.int64)
+        slots = list(anchors)
+        tokens[slots] = list(anchors.values())
+        proposal = self._drafter.propose(tokens, uniforms, temperature)
         fence.jax_done((proposal.tokens, proposal.probs, proposal.confidence_logits))
-        probs = handoff.to_torch(proposal.probs[0]).to(self._device)
-        if not bool(torch.isfinite(probs).all()):
-            slot = int((~torch.isfinite(probs)).any(-1).nonzero()[0])
+        finite = np.asarray(proposal.finite)[slots]
+        if not finite.all():
+            row, place = np.argwhere(~finite)[0]
             raise ProposalError(
-                f"the draft's probabilities at slot {slot} are not finite after "
-                f"{int(self._drafter.lengths[0])} context tokens: its weights or the target's states are bad"
+                f"the draft's probabilities at slot {place} are not finite after "
+                f"{int(self._drafter.lengths[slots[row]])} context tokens: its weights or the target's states are bad"
             )
-        confidence = None
-        if proposal.confidence_logits is not None:
-            confidence = 1.0 / (1.0 + np.exp(-np.asarray(proposal.confidence_logits[0], np.float32)))
-        return ProposedBlock([int(t) for t in np.asarray(proposal.tokens[0])], probs, confidence)
+        probs = None if temperature == 0 else handoff.to_torch(proposal.probs).to(self._device)
+        confidence = proposal.confidence_logits
+        return ProposedBlocks(
+            np.asarray(proposal.tokens, np.int64),
+            probs,
+            None if confidence is None else np.asarray(confidence, np.float32),
+        )

@@ -1,8 +1,9 @@
-"""Draft and verify, prompt by prompt: exact rejection sampling, cached on both sides (dspark_spec 5.1).
+"""Draft and verify, many prompts at a time: exact rejection sampling, cached on both sides (dspark_spec 5.1).
 
 Differences from the evaluator described there, each the repair of a defect (dspark_spec 8.2): the draft's
 tokens are drawn from the very fp32 distribution the acceptance ratio uses; a round is counted only as far as
-its tokens are kept; a prompt's randomness depends on the seed and its own id alone.
+its tokens are kept; a prompt's randomness depends on the seed and its own id alone. DeepSpec's own ways can be asked
+for (`EvalConfig.draft_sampling`, `count_overshoot`, `seed_by`).
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ import numpy as np
 
 from draft_jax.batch import FrozenHead
 from draft_jax.config import DraftConfig
-from target_bridge import handoff
-from train.evaluate.accounting import Round, accept_statistics
 from train.evaluate.config import EvalConfig
-from train.evaluate.decoding import decode_with_draft, sample_generator
-from train.evaluate.draft_runner import DraftRunner
 from train.evaluate.identity import prompts_digest
-from train.evaluate.plain import plain_decode
-from train.evaluate.result import Difference, EvalResult, Refusal, SampleResult
-from train.evaluate.tasks import Prompt
+from train.evaluate.journal import Journal
+from train.evaluate.passes import Passes
+from train.evaluate.result import EvalResult, Refusal
+from train.evaluate.roster import Job
+from train.evaluate.summary import summarise
+from train.evaluate.tasks import Prompt, PromptSet
 
 if TYPE_CHECKING:
     from target_bridge.target import Target, TargetInfo
 
-#: The draft's cache is a multiple of this long, so that evaluations of similar prompts share their programs.
-CONTEXT_STEP = 128
-#: Called after every prompt with (prompts done, prompts in all, accept length so far or None).
+#: Called after every decoding with (decodings done, decodings in all, accept length so far or None); plain ones count.
 Progress = Callable[[int, int, float | None], None]
+#: Prompts decoded side by side, by the platform of the target; measured (docs/evaluation.md).
+BATCH = {"cpu": 16, "cuda": 48}
 
 
 class MismatchError(ValueError):
@@ -42,9 +42,14 @@ def evaluate(
     config: DraftConfig,
     params: Any | None,
     frozen: FrozenHead | None,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | PromptSet,
     eval_config: EvalConfig,
     progress: Progress | None = None,
+    *,
+    journal: Callable[[dict[str, Any]], Journal] | None = None,
+    share: tuple[int, int] = (0, 1),
+    partial: Callable[[EvalResult], None] | None = None,
+    all_turns: bool = False,
 ) -> EvalResult:
     """Measures what a draft saves its target, on prompts.
 
@@ -57,10 +62,16 @@ def evaluate(
         prompts: with unique ids. Their order changes nothing but the order of the results.
         eval_config: temperature, lengths, seed, dtype.
         progress: see `Progress`.
+        journal: opens the rows on disk, given the settings they depend on; None = nothing is written.
+        share: (i, n): decode only the prompts i, i + n, i + 2n, ... The result holds what the journal has besides.
+        partial: told the result so far after each task.
+        all_turns: ask the later user turns of `prompts` too, which must then be a `PromptSet`, each after the answer
+            its conversation got.
 
     Raises:
         MismatchError: draft and target differ in hidden size, vocabulary, depth or taps.
-        ValueError: two prompts share an id, or a confidence threshold is set for a draft without that head.
+        ValueError: two prompts share an id, a confidence threshold is set for a draft without that head, or the
+            journal is another evaluation's.
         ProposalError: the draft's probabilities are not finite.
     """
     check_match(target.info, config)
@@ -68,43 +79,58 @@ def evaluate(
         raise ValueError(
             f"eval.confidence_threshold is {eval_config.confidence_threshold}, but this draft has no confidence head"
         )
-    admitted, refusals = admit(prompts, target.info, config, eval_config)
-    if params is None:
-        params = _untrained(config, eval_config.seed)
-    embedding, head = target.frozen_head()
-    if frozen is None:
-        frozen = handoff.frozen_to_jax(embedding, head)
-    samples: list[SampleResult] = []
-    differences: list[Difference] = []
-    compiled: dict[str, int] = {}
-    dtype = resolve_dtype(eval_config, target.info)
-    if admitted:
-        longest = max(len(prompt.input_ids) + budget for prompt, budget in admitted)
-        longest += -longest % CONTEXT_STEP
-        runner = DraftRunner(config, params, frozen, max_context=longest, dtype=dtype, device=embedding.device)
-        compiled["before"] = runner.compile_count
-        _warm_up(target, runner, admitted[0][0], eval_config)
-        for prompt, budget in admitted:
-            decoded = decode_with_draft(target, runner, prompt, budget, eval_config)
-            if eval_config.plain:
-                difference = _decode_plain(target, prompt, budget, eval_config, decoded)
-                if difference is not None:
-                    differences.append(difference)
-            samples.append(decoded)
-            if progress is not None:
-                so_far = accept_statistics(_rounds(samples), config.block_size)
-                progress(len(samples), len(admitted), so_far.accept_length)
-        compiled["after"] = runner.compile_count
-    result = EvalResult(
-        statistics=accept_statistics(_rounds(samples), config.block_size),
-        samples=samples,
-        refusals=refusals,
-        differences=differences,
-        settings=_settings(target.info, config, eval_config, dtype, admitted),
-        compiled=compiled,
-    )
-    result.error = _error(result)
-    return result
+    asked = prompts.prompts if isinstance(prompts, PromptSet) else list(prompts)
+    jobs, refusals = admit(asked, target.info, config, eval_config)
+    settings = _settings(target.info, config, eval_config, jobs)
+    rows = journal(dict(settings)) if journal is not None else None
+    batch, dtype = resolve_batch(eval_config, target), resolve_dtype(eval_config, target.info)
+    settings |= {"batch_size": batch, "platform": target.frozen_head()[0].device.type}
+    passes = Passes(target, config, params, frozen, eval_config, dtype, batch, rows, progress)
+    expected = [job.prompt.id for job in jobs]
+
+    def so_far() -> EvalResult:
+        return summarise(config, passes, settings, refusals, expected)
+
+    try:
+        mine = jobs[share[0] :: share[1]]
+        passes.expect(mine)
+        for task in dict.fromkeys(job.prompt.task for job in mine):
+            turn = [job for job in mine if job.prompt.task == task]
+            while turn:
+                passes.run(turn)
+                later = _next_turn(prompts, turn, passes) if all_turns else []
+                turn, refused = admit(later, target.info, config, eval_config)
+                refusals.extend(refused)
+                passes.expect(turn)
+                expected.extend(job.prompt.id for job in turn)
+            if partial is not None:
+                partial(so_far())
+        result = so_far()
+        if rows is not None and not result.missing:
+            rows.finish()
+        return result
+    finally:
+        if rows is not None:
+            rows.close()
+
+
+def _next_turn(prompts: Sequence[Prompt] | PromptSet, turn: Sequence[Job], passes: Passes) -> list[Prompt]:
+    if not isinstance(prompts, PromptSet) or prompts.tokenizer is None:
+        raise ValueError("later turns can only be asked of prompts loaded from a file (load_prompts)")
+    asked = PromptSet([job.prompt for job in turn], render=prompts.render, tokenizer=prompts.tokenizer)
+    answers = {
+        job.prompt.id: prompts.tokenizer.decode(passes.drafted[job.prompt.id].output_tokens, skip_special_tokens=True)
+        for job in turn
+    }
+    return asked.next_turn(answers).prompts
+
+
+def resolve_batch(eval_config: EvalConfig, target: Target) -> int:
+    """Prompts side by side: as asked, else by the target's device."""
+    if eval_config.batch_size is not None:
+        return eval_config.batch_size
+    embedding, _ = target.frozen_head()
+    return BATCH["cpu" if embedding.device.type == "cpu" else "cuda"]
 
 
 def check_match(info: TargetInfo, config: DraftConfig) -> None:
@@ -124,14 +150,14 @@ def check_match(info: TargetInfo, config: DraftConfig) -> None:
 
 def admit(
     prompts: Sequence[Prompt], info: TargetInfo, config: DraftConfig, eval_config: EvalConfig
-) -> tuple[list[tuple[Prompt, int]], list[Refusal]]:
+) -> tuple[list[Job], list[Refusal]]:
     """Sorts prompts into those that can be decoded, with how many tokens each may generate, and refusals.
 
     Raises:
         ValueError: two prompts share an id.
     """
     limit = context_limit(info, config, eval_config)
-    admitted: list[tuple[Prompt, int]] = []
+    admitted: list[Job] = []
     refusals: list[Refusal] = []
     seen: set[str] = set()
     for prompt in prompts:
@@ -147,13 +173,15 @@ def admit(
         elif ids.size + 1 > limit:
             refusals.append(Refusal(prompt.id, f"prompt longer than the context: {ids.size} of {limit} tokens"))
         else:
-            admitted.append((prompt, min(eval_config.max_new_tokens, limit - ids.size)))
+            admitted.append(Job(prompt, min(eval_config.max_new_tokens, limit - ids.size)))
     return admitted, refusals
 
 
 def context_limit(info: TargetInfo, config: DraftConfig, eval_config: EvalConfig) -> int:
     """Most tokens a prompt and its output may have together: what target, draft and the caller allow."""
-    return min(info.max_length, config.max_position_embeddings, eval_config.max_context or info.max_length)
+    room = config.block_size + 1 if eval_config.count_overshoot else 0
+    limit = min(info.max_length, config.max_position_embeddings) - room
+    return min(limit, eval_config.max_context or limit)
 
 
 def resolve_dtype(eval_config: EvalConfig, info: TargetInfo) -> str:
@@ -163,75 +191,27 @@ def resolve_dtype(eval_config: EvalConfig, info: TargetInfo) -> str:
     return "float32" if info.dtype == "float32" else "bfloat16"
 
 
-def _decode_plain(
-    target: Target, prompt: Prompt, max_new_tokens: int, eval_config: EvalConfig, result: SampleResult
-) -> Difference | None:
-    """Adds plain decoding to `result`; at temperature 0, tells where the two outputs part."""
-    temperature = 0.0 if eval_config.greedy else eval_config.temperature
-    uniforms = sample_generator(eval_config.seed, prompt.id, "plain").random(max_new_tokens, dtype=np.float32)
-    plain = plain_decode(target, prompt.input_ids, max_new_tokens, temperature, uniforms)
-    result.plain_tokens, result.plain_seconds = plain.tokens, plain.seconds
-    ours = result.output_tokens
-    if not eval_config.greedy or ours == plain.tokens:
-        return None
-    position = next(
-        (i for i, (a, b) in enumerate(zip(ours, plain.tokens)) if a != b), min(len(ours), len(plain.tokens))
-    )
-
-    def at(tokens: list[Any]) -> Any:
-        return tokens[position] if position < len(tokens) else None
-
-    return Difference(prompt.id, position, at(ours), at(plain.tokens), at(plain.margins))
-
-
-def _warm_up(target: Target, runner: DraftRunner, prompt: Prompt, eval_config: EvalConfig) -> None:
-    """Runs one round that is not counted, so that no first-call cost lands in the timings."""
-    shortest = Prompt(prompt.id, prompt.input_ids[-1:], "")
-    decode_with_draft(target, runner, shortest, 3, eval_config, stop_after=1)
-
-
-def _untrained(config: DraftConfig, seed: int) -> Any:
-    import jax
-
-    from draft_jax.models.dspark import init_params
-
-    return init_params(config, jax.random.key(seed % 2**32))
-
-
-def _rounds(samples: Sequence[SampleResult]) -> list[Round]:
-    return [item for result in samples for item in result.rounds]
-
-
 def _settings(
     info: TargetInfo,
     config: DraftConfig,
     eval_config: EvalConfig,
-    dtype: str,
-    admitted: Sequence[tuple[Prompt, int]],
+    jobs: Sequence[Job],
 ) -> dict[str, Any]:
     return {
         "target": info.name,
         "target_dtype": info.dtype,
-        "draft_dtype": dtype,
+        "draft_dtype": resolve_dtype(eval_config, info),
         "block_size": config.block_size,
         "temperature": eval_config.temperature,
         "greedy": eval_config.greedy,
         "confidence_threshold": eval_config.confidence_threshold,
         "max_new_tokens": eval_config.max_new_tokens,
         "seed": eval_config.seed,
+        "seed_by": eval_config.seed_by,
+        "draft_sampling": eval_config.draft_sampling,
+        "count_overshoot": eval_config.count_overshoot,
         "eos_token_ids": list(info.eos_token_ids),
         "context_limit": context_limit(info, config, eval_config),
-        "prompts_digest": prompts_digest((prompt.id, prompt.input_ids, budget) for prompt, budget in admitted),
-        "shortened_to_context": sum(budget < eval_config.max_new_tokens for _, budget in admitted),
+        "prompts_digest": prompts_digest((job.prompt.id, job.prompt.input_ids, job.max_new_tokens) for job in jobs),
+        "shortened_to_context": sum(job.max_new_tokens < eval_config.max_new_tokens for job in jobs),
     }
-
-
-def _error(result: EvalResult) -> str | None:
-    """Why the numbers are no measurement, if they are none: an accept length of 1.00 would look like one."""
-    if not result.samples:
-        return "no prompt was evaluated" + (f" ({len(result.refusals)} refused)" if result.refusals else "")
-    if not result.rounds:
-        return "no round was run: every output ended with its first token (max_new_tokens 1, or a stop token)"
-    if not result.statistics.proposed:
-        return f"the draft proposed nothing in {result.rounds} rounds: this is plain decoding, not a measurement"
-    return None

@@ -38,6 +38,9 @@ class Refusal:
 class Seconds:
     """Wall-clock seconds of one decoding, compilation and warm-up excluded.
 
+    Prompts are decoded side by side: each is charged an equal share of every step it took part in, so that the sum
+    over prompts is the time that passed.
+
     `prefill` is the target on the prompt and the draft's context of it; `draft` and `target` are the rounds;
     `other` is everything else in the loop (sampling, bookkeeping, transfers).
     """
@@ -76,6 +79,7 @@ class SampleResult:
         plain_seconds: of plain decoding.
         task: name of the task the prompt belongs to.
         text: the prompt's last message, for reports.
+        max_new_tokens: what it was allowed; the output ends there, whatever the last round committed.
     """
 
     prompt: str
@@ -88,11 +92,13 @@ class SampleResult:
     plain_seconds: Seconds | None = None
     task: str = ""
     text: str = ""
+    max_new_tokens: int | None = None
 
     @property
     def output_tokens(self) -> list[int]:
         """All generated ids, the first token included."""
-        return [self.first_token, *(token for item in self.rounds for token in item.tokens)]
+        tokens = [self.first_token, *(token for item in self.rounds for token in item.tokens)]
+        return tokens[: self.max_new_tokens]
 
     @property
     def token_kinds(self) -> list[TokenKind]:
@@ -101,7 +107,7 @@ class SampleResult:
         for item in self.rounds:
             kinds.extend("draft" for _ in range(item.accepted))
             kinds.extend("target" for _ in range(item.length - item.accepted))
-        return kinds
+        return kinds[: self.max_new_tokens]
 
     def pieces(self, tokenizer) -> list[dict[str, str]]:
         """The output as readable pieces `{"text", "kind"}` for a report.
@@ -143,8 +149,8 @@ class EvalResult:
     """The whole evaluation.
 
     `error` is a sentence when the numbers must not be read as a measurement (nothing was proposed, nothing
-    was decoded); `accept_length` is then None. `token_texts` (id -> text) lets a report show words without a
-    tokenizer.
+    was decoded); `accept_length` is then None. `missing` counts prompts not decoded yet. `token_texts` (id ->
+    text) lets a report show words without a tokenizer.
     """
 
     statistics: AcceptStatistics
@@ -154,6 +160,7 @@ class EvalResult:
     settings: dict[str, Any]
     compiled: dict[str, int] = field(default_factory=dict)
     error: str | None = None
+    missing: int = 0
     token_texts: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -241,6 +248,11 @@ class EvalResult:
         return with_draft / plain if with_draft is not None and plain else None
 
     @property
+    def rounds_per_second(self) -> float | None:
+        """Rounds of all prompts together, prefill included in the time."""
+        return self.rounds / self.seconds.total if self.samples and self.seconds.total > 0 else None
+
+    @property
     def draft_share(self) -> float | None:
         """Share of the decoding time spent in the draft."""
         seconds = self.seconds
@@ -270,6 +282,7 @@ class EvalResult:
             "tokens_per_second_draft": self.tokens_per_second_draft,
             "tokens_per_second_plain": self.tokens_per_second_plain,
             "speedup": self.speedup,
+            "rounds_per_second": self.rounds_per_second,
             "draft_share": self.draft_share,
             "seconds": seconds.to_json(),
             "plain_seconds": plain_seconds.to_json() if plain_seconds else None,
@@ -278,6 +291,7 @@ class EvalResult:
             "compiled": self.compiled,
             "settings": self.settings,
             "error": self.error,
+            "missing": self.missing,
             "tasks": self.tasks,
             "token_texts": self.token_texts,
         }
@@ -291,7 +305,7 @@ class EvalResult:
             ("prompts evaluated", str(len(self.samples))),
             ("prompts refused", str(len(self.refusals))),
             ("accept length (bonus included, per round)", _number(self.accept_length, 3)),
-            ("accept length, mean over samples", _number(self.accept_length_sample_mean, 3)),
+            ("accept length, mean over prompts (z-lab's)", _number(self.accept_length_sample_mean, 3)),
             ("survival per slot", _row(self.survival)),
             ("conditional acceptance per slot", _row(self.conditional)),
             ("rounds", str(self.rounds)),
@@ -300,8 +314,11 @@ class EvalResult:
             ("tokens/s with the draft", _number(self.tokens_per_second_draft, 1)),
             ("tokens/s plain", _number(self.tokens_per_second_plain, 1)),
             ("speed-up", _number(self.speedup, 2)),
+            ("rounds/s", _number(self.rounds_per_second, 1)),
             ("draft's share of the time", _number(self.draft_share, 3)),
         ]
+        if self.missing:
+            rows.insert(1, ("prompts not decoded yet", str(self.missing)))
         if self.identical_to_plain is not None:
             rows.append(("equal to plain greedy decoding", f"{self.identical_to_plain} of {len(self.samples)}"))
         return rows

@@ -25,14 +25,14 @@ def test_hand_trace_0_2_3_1():
 
 def test_committed_tokens_are_the_accepted_drafts_then_the_targets_own():
     item = settle_round([11, 12, 13], 2, 77, EOS, remaining=10)
-    assert item == Round((11, 12, 77), proposed=3, accepted=2)
+    assert item == Round((11, 12, 77), proposed=3, accepted=2, drafts=(11, 12, 13))
     everything = settle_round([11, 12, 13], 3, 77, EOS, remaining=10)
     assert everything.tokens == (11, 12, 13, 77)
 
 
 def test_stop_token_accepted_in_the_middle_ends_the_round_without_a_bonus():
     item = settle_round([11, 9, 13, 14], 3, 77, EOS, remaining=10)
-    assert item == Round((11, 9), proposed=2, accepted=2, finish="eos")
+    assert item == Round((11, 9), proposed=2, accepted=2, finish="eos", drafts=(11, 9))
     statistics = accept_statistics([item], block_size=4)
     assert statistics.accept_length == 2.0
     assert statistics.survival == (1.0, 1.0, None, None), "what follows the stop token was never judged"
@@ -41,12 +41,12 @@ def test_stop_token_accepted_in_the_middle_ends_the_round_without_a_bonus():
 
 def test_a_rejected_stop_token_does_not_stop():
     item = settle_round([11, 9, 13], 1, 77, EOS, remaining=10)
-    assert item == Round((11, 77), proposed=3, accepted=1)
+    assert item == Round((11, 77), proposed=3, accepted=1, drafts=(11, 9, 13))
 
 
 def test_stop_token_as_the_targets_own_token():
     item = settle_round([11, 12], 1, 9, EOS, remaining=10)
-    assert item == Round((11, 9), proposed=2, accepted=1, finish="eos")
+    assert item == Round((11, 9), proposed=2, accepted=1, finish="eos", drafts=(11, 12))
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,28 @@ def test_stop_token_as_the_targets_own_token():
 )
 def test_the_token_budget_cuts_the_round(accepted, remaining, tokens, proposed, kept):
     item = settle_round([11, 12, 13], accepted, 77, EOS, remaining)
-    assert item == Round(tokens, proposed=proposed, accepted=kept, finish="length")
+    drafts = (11, 12, 13)[:proposed]
+    assert item == Round(tokens, proposed=proposed, accepted=kept, finish="length", drafts=drafts)
     assert item.length <= remaining
+
+
+def test_confidence_is_cut_as_the_proposals_are():
+    item = settle_round([11, 9, 13], 3, 77, EOS, 10, confidence_logits=[0.5, -1.0, 2.0])
+    assert item.confidence_logits == (0.5, -1.0)
+    assert settle_round([11, 12, 13], 0, 77, EOS, 2, confidence_logits=[1.0, 2.0, 3.0]).confidence_logits == (1.0, 2.0)
+    assert settle_round([11], 1, 77, EOS, 2).confidence_logits is None
+
+
+@pytest.mark.parametrize(
+    ("accepted", "remaining", "tokens", "finish"),
+    [(3, 1, (11, 12, 13, 77), "length"), (3, 4, (11, 12, 13, 77), "length"), (1, 3, (11, 77), None)],
+)
+def test_deepspec_counts_what_lies_past_the_budget(accepted, remaining, tokens, finish):
+    """dspark_spec 5.1 step 9: a whole block is proposed whatever remains, and the lists are not trimmed."""
+    item = settle_round([11, 12, 13], accepted, 77, EOS, remaining, overshoot=True)
+    assert item == Round(tokens, proposed=3, accepted=accepted, finish=finish, drafts=(11, 12, 13))
+    stopped = settle_round([11, 9, 13], 3, 77, EOS, 1, overshoot=True)
+    assert stopped == Round((11, 9), proposed=2, accepted=2, finish="eos", drafts=(11, 9))
 
 
 def test_ending_on_the_last_token_says_why():

@@ -6,9 +6,19 @@ import json
 import numpy as np
 import pytest
 
+from target_bridge import handoff
 from train.evaluate.config import EvalConfig
-from train.evaluate.protocol import MismatchError, evaluate, sample_generator
+from train.evaluate.decoding import DraftDecoding
+from train.evaluate.draft_runner import DraftRunner
+from train.evaluate.plain import decode_plain
+from train.evaluate.protocol import MismatchError, evaluate
+from train.evaluate.roster import Job, sample_generator
 from train.evaluate.tasks import Prompt
+
+
+def settings(**fields) -> EvalConfig:
+    """Four slots: one set of compiled programs for most tests."""
+    return EvalConfig(**{"batch_size": 4, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +38,7 @@ def params(make_params, config):
 
 @pytest.fixture(scope="module")
 def greedy(target, config, params, make_prompts):
-    return evaluate(target, config, params, None, make_prompts(24), EvalConfig(max_new_tokens=24))
+    return evaluate(target, config, params, None, make_prompts(24), settings(max_new_tokens=24))
 
 
 def outputs(result):
@@ -74,15 +84,28 @@ def test_some_drafts_are_accepted_and_some_refused(greedy):
 
 
 def test_compiled_once(greedy):
-    assert greedy.compiled["before"] == greedy.compiled["after"] == 3
+    assert greedy.compiled["before"] == greedy.compiled["after"] == 4
 
 
 def test_time_is_accounted(greedy):
+    """Shares of prompts decoded side by side add up to the whole, which no prompt had for itself."""
     seconds = greedy.seconds
     assert seconds.total >= seconds.prefill + seconds.draft + seconds.target > 0
-    assert greedy.tokens_per_second_draft > 0
-    assert greedy.tokens_per_second_plain > 0
+    assert all(0 < sample.seconds.total < seconds.total for sample in greedy.samples)
+    assert greedy.tokens_per_second_draft == greedy.tokens / seconds.total
+    assert greedy.rounds_per_second == greedy.rounds / seconds.total
+    assert greedy.speedup == greedy.tokens_per_second_draft / greedy.tokens_per_second_plain
     assert 0 < greedy.draft_share < 1
+
+
+def test_rounds_keep_what_was_drafted_and_how_sure_the_draft_was(greedy, config):
+    """What calibration and reports read: the proposals that count, accepted or not, each with its confidence."""
+    for sample in greedy.samples:
+        for item in sample.rounds:
+            assert len(item.drafts) == len(item.confidence_logits) == item.proposed
+            assert item.tokens[: item.accepted] == item.drafts[: item.accepted]
+            if item.accepted < item.proposed and item.length > item.accepted:
+                assert item.tokens[item.accepted] != item.drafts[item.accepted], "greedy: a refused draft is wrong"
 
 
 def test_json_and_table(greedy):
@@ -96,15 +119,52 @@ def test_json_and_table(greedy):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_order_and_company_change_nothing(target, config, params, make_prompts, temperature):
-    prompts = make_prompts(6)
-    eval_config = EvalConfig(max_new_tokens=12, temperature=temperature, plain=False)
+    """Batches of 1, 4 and 7, backwards, alone: the same tokens, and the same rounds."""
+    prompts = make_prompts(9)
+    eval_config = settings(max_new_tokens=12, temperature=temperature, plain=False)
     forward = evaluate(target, config, params, None, prompts, eval_config)
-    backward = evaluate(target, config, params, None, prompts[::-1], eval_config)
-    alone = evaluate(target, config, params, None, prompts[2:3], eval_config)
-    assert outputs(forward) == outputs(backward)
-    assert outputs(alone)["p2"] == outputs(forward)["p2"]
+    for others in (prompts[::-1], prompts[2:3]):
+        again = evaluate(target, config, params, None, others, eval_config)
+        assert outputs(again) == {prompt.id: outputs(forward)[prompt.id] for prompt in others}
+    for batch in (1, 7):
+        again = evaluate(target, config, params, None, prompts, dataclasses.replace(eval_config, batch_size=batch))
+        assert again.settings["batch_size"] == batch
+        assert outputs(again) == outputs(forward)
+        assert again.statistics == forward.statistics
+        assert [sample.prompt for sample in again.samples] == [prompt.id for prompt in prompts]
     other_seed = evaluate(target, config, params, None, prompts, dataclasses.replace(eval_config, seed=1))
     assert (outputs(other_seed) == outputs(forward)) == (temperature == 0.0)
+
+
+def test_plain_sampling_does_not_depend_on_the_batch_either(target, make_prompts):
+    jobs = [Job(prompt, 10) for prompt in make_prompts(7)]
+    one, many = ({o.prompt: o.tokens for o in decode_plain(target, jobs, 0.8, 5, batch)} for batch in (1, 4))
+    assert one == many
+    assert len({tuple(tokens) for tokens in one.values()}) == 7
+
+
+def test_a_slot_takes_the_next_prompt_while_the_others_go_on(target, config, params, make_prompts):
+    """Budgets so different that the short ones end in the company of long ones: more prompts than slots, and fewer
+    rounds of all than one after the other would need."""
+    prompts = make_prompts(10)
+    limits = {prompt.id: (3 if i % 2 else 30) for i, prompt in enumerate(prompts)}
+    jobs = [Job(prompt, limits[prompt.id]) for prompt in prompts]
+    frozen = handoff.frozen_to_jax(*target.frozen_head())
+    runner = DraftRunner(
+        config, params, frozen, max_context=128, batch=4, dtype="float32", device=target.device,
+    )  # fmt: skip
+    decoding = DraftDecoding(target, runner, jobs, settings())
+    rounds = []
+    one_round = decoding._round
+    decoding._round = lambda session: rounds.append(len(decoding._roster.live)) or one_round(session)
+    samples = {sample.prompt: sample for sample in decoding.run()}
+    for job in jobs:
+        expected = next(decode_plain(target, [job], 0.0, 0, 1)).tokens
+        assert samples[job.prompt.id].output_tokens == expected
+    assert sum(rounds) == sum(len(sample.rounds) for sample in samples.values())
+    assert rounds[0] == 4
+    assert len(rounds) < sum(rounds) / 2
+    assert list(samples) != [prompt.id for prompt in prompts], "they end in another order than they begin"
 
 
 @pytest.mark.parametrize("head", [{"markov_rank": 0, "confidence_head_with_markov": False},
@@ -112,13 +172,13 @@ def test_order_and_company_change_nothing(target, config, params, make_prompts, 
                                   {"markov_head_type": "rnn", "block_size": 1}])  # fmt: skip
 def test_every_kind_of_draft_is_lossless(target, make_config, make_params, make_prompts, head):
     config = make_config(target, **head)
-    result = evaluate(target, config, make_params(config), None, make_prompts(4), EvalConfig(max_new_tokens=12))
+    result = evaluate(target, config, make_params(config), None, make_prompts(4), settings(max_new_tokens=12))
     assert result.identical_to_plain == 4
     assert len(result.survival) == config.block_size
 
 
 def test_untrained_draft_is_made_here(target, config, make_prompts):
-    eval_config = EvalConfig(max_new_tokens=8)
+    eval_config = settings(max_new_tokens=8)
     first = evaluate(target, config, None, None, make_prompts(3), eval_config)
     again = evaluate(target, config, None, None, make_prompts(3), eval_config)
     assert first.identical_to_plain == 3
@@ -133,7 +193,7 @@ def test_stop_token_ends_the_output(make_target, make_config, make_params, make_
     eos = max(set(tokens), key=tokens.count)
     target = make_target(eos=eos)
     config = make_config(target, eos_token_id=None)
-    result = evaluate(target, config, make_params(config), None, make_prompts(24), EvalConfig(max_new_tokens=24))
+    result = evaluate(target, config, make_params(config), None, make_prompts(24), settings(max_new_tokens=24))
     for sample in result.samples:
         whole = outputs(greedy)[sample.prompt]
         cut = whole[: whole.index(eos) + 1] if eos in whole else whole
@@ -144,7 +204,7 @@ def test_stop_token_ends_the_output(make_target, make_config, make_params, make_
 
 
 def test_budget_of_one_token_runs_no_round_and_says_so(target, config, params, make_prompts):
-    result = evaluate(target, config, params, None, make_prompts(2), EvalConfig(max_new_tokens=1))
+    result = evaluate(target, config, params, None, make_prompts(2), settings(max_new_tokens=1))
     assert result.rounds == 0
     assert result.accept_length is None
     assert "no round was run" in result.error
@@ -153,7 +213,7 @@ def test_budget_of_one_token_runs_no_round_and_says_so(target, config, params, m
 
 def test_a_draft_that_proposes_nothing_is_an_error_not_1_00(target, config, params, make_prompts):
     """Threshold 1 is above every sigmoid: each round is a plain target step."""
-    eval_config = EvalConfig(max_new_tokens=6, confidence_threshold=1.0)
+    eval_config = settings(max_new_tokens=6, confidence_threshold=1.0)
     result = evaluate(target, config, params, None, make_prompts(2), eval_config)
     assert result.statistics.accept_length == 1.0
     assert result.accept_length is None
@@ -163,7 +223,7 @@ def test_a_draft_that_proposes_nothing_is_an_error_not_1_00(target, config, para
 
 
 def test_confidence_threshold_shortens_proposals_and_stays_lossless(target, config, params, make_prompts):
-    eval_config = EvalConfig(max_new_tokens=16, confidence_threshold=0.5)
+    eval_config = settings(max_new_tokens=16, confidence_threshold=0.5)
     result = evaluate(target, config, params, None, make_prompts(8), eval_config)
     assert result.identical_to_plain == 8
     assert 0 < result.statistics.proposal_length < config.block_size
@@ -172,7 +232,7 @@ def test_confidence_threshold_shortens_proposals_and_stays_lossless(target, conf
 def test_threshold_without_a_confidence_head_is_refused(target, make_config, make_params, make_prompts):
     config = make_config(target, enable_confidence_head=False)
     with pytest.raises(ValueError, match="no confidence head"):
-        evaluate(target, config, make_params(config), None, make_prompts(1), EvalConfig(confidence_threshold=0.5))
+        evaluate(target, config, make_params(config), None, make_prompts(1), settings(confidence_threshold=0.5))
 
 
 def test_refused_prompts_are_counted_with_their_reason(target, config, params):
@@ -183,7 +243,7 @@ def test_refused_prompts_are_counted_with_their_reason(target, config, params):
         Prompt("nearly", np.ones(250, np.int32)),
         Prompt("alien", np.array([1, 64], np.int32)),
     ]
-    result = evaluate(target, config, params, None, prompts, EvalConfig(max_new_tokens=16))
+    result = evaluate(target, config, params, None, prompts, settings(max_new_tokens=16))
     assert [sample.prompt for sample in result.samples] == ["good", "nearly"]
     assert {refusal.prompt: refusal.reason for refusal in result.refusals} == {
         "empty": "empty prompt",
@@ -197,12 +257,12 @@ def test_refused_prompts_are_counted_with_their_reason(target, config, params):
     assert record["settings"]["shortened_to_context"] == 1
     assert len(result.samples[1].output_tokens) == 6
     assert result.identical_to_plain == 2
-    small = EvalConfig(max_new_tokens=16, max_context=8)
+    small = settings(max_new_tokens=16, max_context=8)
     assert len(evaluate(target, config, params, None, prompts[:1], small).samples[0].output_tokens) == 5
 
 
 def test_nothing_left_to_evaluate_is_an_error(target, config, params):
-    result = evaluate(target, config, params, None, [Prompt("empty", np.array([], np.int32))], EvalConfig())
+    result = evaluate(target, config, params, None, [Prompt("empty", np.array([], np.int32))], settings())
     assert result.accept_length is None
     assert result.error == "no prompt was evaluated (1 refused)"
     json.dumps(result.to_json())
@@ -223,13 +283,13 @@ def test_nothing_left_to_evaluate_is_an_error(target, config, params):
 )
 def test_a_draft_of_another_target_is_refused_naming_both(target, make_config, make_prompts, overrides, message):
     with pytest.raises(MismatchError, match=message):
-        evaluate(target, make_config(target, **overrides), None, None, make_prompts(1), EvalConfig())
+        evaluate(target, make_config(target, **overrides), None, None, make_prompts(1), settings())
 
 
 def test_equal_ids_are_refused(target, config, params, make_prompts):
     prompt = make_prompts(1)[0]
     with pytest.raises(ValueError, match="two prompts have the id 'p0'"):
-        evaluate(target, config, params, None, [prompt, prompt], EvalConfig())
+        evaluate(target, config, params, None, [prompt, prompt], settings())
 
 
 def test_a_broken_draft_is_an_error_not_a_low_score(target, config, params, make_prompts):
@@ -239,15 +299,18 @@ def test_a_broken_draft_is_an_error_not_a_low_score(target, config, params, make
 
     broken = jax.tree.map(lambda leaf: leaf * np.nan, params)
     with pytest.raises(ProposalError, match="slot 0 are not finite"):
-        evaluate(target, config, broken, None, make_prompts(1), EvalConfig(max_new_tokens=8, temperature=1.0))
+        evaluate(target, config, broken, None, make_prompts(1), settings(max_new_tokens=8, temperature=1.0))
 
 
 def test_progress_is_told_after_every_prompt(target, config, params, make_prompts):
     seen = []
-    eval_config = EvalConfig(max_new_tokens=4, plain=False)
+    eval_config = settings(max_new_tokens=4, plain=False)
     result = evaluate(target, config, params, None, make_prompts(3), eval_config, lambda *call: seen.append(call))
     assert [call[:2] for call in seen] == [(1, 3), (2, 3), (3, 3)]
     assert seen[-1][2] == result.accept_length
+    with_plain = []
+    evaluate(target, config, params, None, make_prompts(3), settings(max_new_tokens=4), lambda *c: with_plain.append(c))
+    assert [call[:2] for call in with_plain] == [(n, 6) for n in range(1, 7)], "plain decodings count too"
     assert result.tokens_per_second_plain is None
     assert result.identical_to_plain is None
 
