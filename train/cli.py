@@ -1,4 +1,4 @@
-"""`draft-jax`: one command, four programs. Nothing heavy is imported before the arguments are understood."""
+"""`draft-jax`: one command, many programs. Nothing heavy is imported before the arguments are understood."""
 
 import logging
 import sys
@@ -14,7 +14,13 @@ Train speculative-decoding drafts, and prove what they accept.
 commands:
   train        train a draft from a YAML configuration
   eval         accept length and speed of a draft by exact rejection sampling
+  compare      evaluations side by side: which differences are more than noise
+  calibrate    fit the confidence head's temperatures (sts.json) to an evaluation
+  report       one HTML page of a run, or of several drafts' evaluations
+  tasks        files of the public evaluation tasks, from their sources
   export       write a run's draft as the folder SGLang serves
+  probe        check what a target hands out, before training on it
+  serve-check  the accept length in stock SGLang beside the offline one, on the same prompts
   quickstart   all of it on a small target, with a report
 
 `draft-jax COMMAND --help` tells the options of each. Every command takes --debug: a traceback instead of one line.
@@ -38,7 +44,13 @@ SIGTERM or SIGINT saves a checkpoint of the last finished optimizer step and exi
 _COMMANDS = {
     "train": ("train.cli", "train_main"),
     "eval": ("train.evaluate.command", "main"),
+    "compare": ("train.evaluate.compare", "main"),
+    "calibrate": ("train.evaluate.calibrate", "main"),
+    "report": ("train.report.command", "main"),
+    "tasks": ("train.evaluate.tasks_command", "main"),
     "export": ("train.export", "main"),
+    "probe": ("train.probe", "main"),
+    "serve-check": ("train.serve_check.command", "main"),
     "quickstart": ("train.quickstart", "main"),
 }
 
