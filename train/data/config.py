@@ -1,7 +1,13 @@
 """What to train on, and how rows are read."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal
+
+from .families import FAMILIES
+
+#: What a template's `strftime_now` gives unless told otherwise.
+DEFAULT_DATE = "2026-01-01"
 
 
 @dataclass(frozen=True)
@@ -9,15 +15,30 @@ class DataConfig:
     """The training conversations.
 
     Attributes:
-        path: a .jsonl or .jsonl.gz file, or a folder of them (searched in depth, read in sorted order).
+        path: a .jsonl, .jsonl.gz or .parquet file, a folder of them (searched in depth, read in sorted order), or
+            hf://NAME for what the datasets library loads, streamed: hf://owner/name, with ?split=train (the default),
+            &name=CONFIG and &revision=COMMIT behind it where needed.
         format: of a row. auto = by its keys: `messages` (OpenAI), `conversations` (ShareGPT), `input_ids`
-            (ids with their mask). A named format refuses rows of another one.
+            (ids with their mask), `text` (plain text). A named format refuses rows of another one.
         template: how a conversation becomes text. auto = the tokenizer's own template if it marks what the
-            assistant generates, else the shipped template that renders the same text; chatml, smollm2, qwen3
-            = that one; anything else is the path of a jinja file with {% generation %} marks.
+            assistant generates, else the shipped template that renders the same text, else the tokenizer's own with
+            turns told by its special tokens; own = the tokenizer's own in any case; chatml, smollm2, qwen2.5, qwen3,
+            llama3, gemma3 = that one; anything else is the path of a jinja file with {% generation %} marks.
+        markers: the family whose special tokens tell the turns of a template without marks: chatml, llama3, llama4,
+            gemma, gemma4, glm, deepseek, harmony, kimi-k2, minimax-m2, inkling. auto = found from the tokenizer.
         verify_template: compare every row with the tokenizer's own template and stop at the first difference.
             Switch it off only when the draft will be served with another template than the tokenizer's.
-        enable_thinking: handed to the template; None leaves it undefined, as a server does unless asked.
+        enable_thinking: handed to the template (as `thinking` too); None leaves it undefined, as a server does
+            unless asked.
+        reasoning_effort: handed to the template; None leaves it undefined.
+        date: YYYY-MM-DD, what a template that writes today's date is told; a date that moved would change the data
+            of a run that is resumed.
+        history: what becomes of earlier turns that the template rewrites once they are history (reasoning removed, an
+            end token changed). fan_out = such a turn gets a row of its own that ends with it, as it was served;
+            one_row = it is left unsupervised; last_turn = only the last turn of a conversation is supervised;
+            as_rendered = every turn is supervised in the form it has in the whole conversation, served so or not.
+        marker_text: rows with the text of a special token inside a user, system or tool message. as_served = the
+            tokenizer makes a token of it, as it does in a server; refuse = the row is left out. Neither moves a mask.
         max_length: tokens kept of a conversation in training; longer ones are cut at the end and counted.
             Says nothing about the lengths the draft can serve.
         min_loss_tokens: a sample with fewer supervised tokens keeps its place with an all-zero mask.
@@ -29,10 +50,15 @@ class DataConfig:
     """
 
     path: str
-    format: Literal["auto", "messages", "sharegpt", "tokens"] = "auto"
+    format: Literal["auto", "messages", "sharegpt", "tokens", "text"] = "auto"
     template: str = "auto"
+    markers: str = "auto"
     verify_template: bool = True
     enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    date: str = DEFAULT_DATE
+    history: Literal["fan_out", "one_row", "last_turn", "as_rendered"] = "fan_out"
+    marker_text: Literal["as_served", "refuse"] = "as_served"
     max_length: int = 4096
     min_loss_tokens: int = 14
     leading_assistant: Literal["drop", "refuse"] = "drop"
@@ -45,14 +71,23 @@ class DataConfig:
             if not condition:
                 raise ValueError(f"data.{name} is {getattr(self, name)!r}; {remedy}")
 
-        require(bool(self.path), "path", "give a .jsonl or .jsonl.gz file or a folder of them")
-        formats = ("auto", "messages", "sharegpt", "tokens")
+        require(bool(self.path), "path", "give a .jsonl, .jsonl.gz or .parquet file, a folder of them or hf://NAME")
+        formats = ("auto", "messages", "sharegpt", "tokens", "text")
         require(self.format in formats, "format", f"give one of {', '.join(formats)}")
         require(
             bool(self.template),
             "template",
-            "give auto, a shipped template's name or the path of a jinja file",
+            "give auto, own, a shipped template's name or the path of a jinja file",
         )
+        markers = ("auto", *FAMILIES)
+        require(self.markers in markers, "markers", f"give one of {', '.join(markers)}")
+        histories = ("fan_out", "one_row", "last_turn", "as_rendered")
+        require(self.history in histories, "history", f"give one of {', '.join(histories)}")
+        require(self.marker_text in ("as_served", "refuse"), "marker_text", "give as_served or refuse")
+        try:
+            datetime.fromisoformat(self.date)
+        except (TypeError, ValueError):
+            require(False, "date", "give a day as YYYY-MM-DD")
         require(self.max_length >= 2, "max_length", "give at least 2: an anchor and one label")
         require(self.min_loss_tokens >= 1, "min_loss_tokens", "give at least 1")
         require(self.leading_assistant in ("drop", "refuse"), "leading_assistant", "give drop or refuse")

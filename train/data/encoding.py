@@ -8,39 +8,54 @@ from typing import Any
 import numpy as np
 
 from .agreement import Agreement
-from .formats import Conversation, RowRefused, check_ids
-from .masks import Span, token_mask, without_generation_prompt
+from .family_template import FamilyTemplate
+from .formats import Conversation, PlainText, RowRefused, check_ids
+from .masks import token_mask
+from .served import ServedText, ServedTurns
 from .summary import DataError
 from .templates import ChatTemplate, RenderError, TemplateError
+
+MARKERS_IN_TEXT = "rows with special tokens inside a user, system or tool message"
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation as tokens: input_ids int32 [T], loss_mask int8 [T], and notes (name -> how often)."""
+    """One row as tokens.
+
+    Attributes:
+        input_ids: int32 [T].
+        loss_mask: int8 [T] of 0 and 1.
+        notes: name -> how often; things worth counting.
+        turn: the assistant turn the row ends with, counted from 1, if it is not the conversation's last one.
+    """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     notes: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Text:
-    text: str
-    spans: list[Span]
-    notes: dict[str, int]
+    turn: int | None = None
 
 
 class Encoder:
     """Renders with one template and tokenises with one tokenizer."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Any, vocab_size: int, agreement: Agreement | None):
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tokenizer: Any,
+        vocab_size: int,
+        agreement: Agreement | None,
+        *,
+        history: str = "fan_out",
+        marker_text: str = "as_served",
+    ):
         """Checks that the two can work together.
 
         Args:
-            template: with generation marks.
+            template: one that marks turns.
             tokenizer: a fast one: masks need its character offsets.
             vocab_size: of the target; a row with an id at or above it is refused.
             agreement: the check against the tokenizer's own template; None = not checked.
+            history, marker_text: see DataConfig.
 
         Raises:
             DataError: the tokenizer is not a fast one.
@@ -51,125 +66,142 @@ class Encoder:
                 f"{type(tokenizer).__name__} tells no character offsets, which masks are made from; load the "
                 "fast tokenizer (tokenizer.json), or bring rows as input_ids with loss_mask"
             )
-        if not template.marked:
+        if not template.marks_turns:
             raise TemplateError(f"chat template {template.name} has no generation marks")
+        _ = template.generation_prompt  # fails here rather than at the first row
         self._template = template
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._agreement = agreement
+        self._marker_text = marker_text
+        self._turns = ServedTurns(template, history)
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         # a newline may be a special token of a small vocabulary; markers are what nobody writes by accident
-        markers = sorted((s for s in special if not s.isspace() and not s.isalnum()), key=len, reverse=True)
-        self._marker = re.compile("|".join(map(re.escape, markers))) if markers else None
+        text_markers = sorted((s for s in special if not s.isspace() and not s.isalnum()), key=len, reverse=True)
+        self._marker = re.compile("|".join(map(re.escape, text_markers))) if text_markers else None
+        known = tokenizer.get_vocab()
+        markers = [known[token] for token in template.family.tokens if token in known] if template.family else []
+        self._family_ids = np.asarray(markers, np.int64)
 
-    def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | RowRefused]:
-        """Encodes a batch; one result a conversation, in order, a refusal where there is no sample.
+    def encode(self, rows: Sequence[Conversation | PlainText]) -> list[list[Encoded] | RowRefused]:
+        """Encodes a batch; one result a row, in order: its encoded rows (at least one), or the refusal.
+
+        The result of a row depends on that row and the options alone.
 
         Raises:
-            TemplateError: the template is unfit for the tokenizer, see Agreement and `_render`.
+            TemplateError: the template is unfit for the tokenizer, see Agreement and ServedTurns.
         """
-        texts: list[_Text | RowRefused] = []
-        for conversation in conversations:
+        texts: list[list[ServedText | PlainText] | RowRefused] = []
+        for row in rows:
             try:
-                texts.append(self._render(conversation))
+                texts.append([row] if isinstance(row, PlainText) else list(self._render(row)))
             except RowRefused as refused:
                 texts.append(refused)
             except RenderError as error:
                 texts.append(RowRefused("refused by the chat template", str(error)))
-        good = [item for item in texts if isinstance(item, _Text)]
-        if not good:
-            return [item for item in texts if isinstance(item, RowRefused)]
-        tokens = self._tokenizer(
-            [item.text for item in good],
-            add_special_tokens=False,  # the template writes them all: never a second BOS
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        rows = iter(zip(tokens["input_ids"], tokens["offset_mapping"]))
-        results: list[Encoded | RowRefused] = []
-        for conversation, item in zip(conversations, texts):
-            if isinstance(item, RowRefused):
-                results.append(item)
+        tokens = iter(self._tokenize([item for items in texts if isinstance(items, list) for item in items]))
+        results: list[list[Encoded] | RowRefused] = []
+        for row, items in zip(rows, texts):
+            if isinstance(items, RowRefused):
+                results.append(items)
                 continue
-            ids, offsets = next(rows)
+            pairs = [(item, *next(tokens)) for item in items]
             try:
-                results.append(self._mask(conversation, item, ids, offsets))
+                results.append([self._mask(row, *pair) for pair in pairs])
             except RowRefused as refused:
                 results.append(refused)
         return results
 
-    def _render(self, conversation: Conversation) -> _Text:
-        """Text and supervised spans of a row.
+    def _tokenize(self, items: list[ServedText | PlainText]) -> list[tuple[list[int], list]]:
+        """Ids and character offsets of each text."""
+        results: dict[int, tuple[list[int], list]] = {}
+        for plain in (False, True):
+            chosen = [i for i, item in enumerate(items) if isinstance(item, PlainText) == plain]
+            if not chosen:
+                continue
+            tokens = self._tokenizer(
+                [items[i].text for i in chosen],
+                add_special_tokens=plain,  # a template writes them all: never a second BOS
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            results |= zip(chosen, zip(tokens["input_ids"], tokens["offset_mapping"]))
+        return [results[i] for i in range(len(items))]
+
+    def _render(self, conversation: Conversation) -> list[ServedText]:
+        """The texts of a conversation's rows.
 
         Raises:
             RenderError, RowRefused: the row is no sample.
-            TemplateError: marks and generation prompt contradict each other, or nothing is marked.
+            TemplateError: marks and generation prompt contradict each other, nothing is marked, or the tokenizer's
+                own template renders another text.
         """
-        messages, tools = conversation.messages, conversation.tools
-        rendered = self._template.render(messages, tools)
-        text = rendered.text
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RowRefused("text is not valid Unicode", str(error)) from error
-        if self._agreement is not None:
-            self._agreement.check_text(conversation, text)
-        if not rendered.spans:
-            raise TemplateError(
-                f"{conversation.place}: chat template {self._template.name} marked nothing of a conversation "
-                "that has an assistant turn; its generation marks do not cover every case"
-            )
-        spans = without_generation_prompt(text, rendered.spans, self._template.generation_prompt)
-        notes: dict[str, int] = {}
-        self._check_last_turn(conversation, text, spans, notes)
-
-        answers = sum(message["role"] == "assistant" for message in messages)
-        if len(spans) < answers:
-            notes["assistant turns the template does not mark"] = answers - len(spans)
+        rows = self._turns.rows(conversation)
+        for row in rows:
+            try:
+                row.text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise RowRefused("text is not valid Unicode", str(error)) from error
+            if self._agreement is not None:
+                self._agreement.check_text(conversation, row)
+        self._check_messages(conversation, rows[-1])
+        notes = rows[-1].notes
         if conversation.leading_dropped:
             notes["leading turns dropped before the first user turn"] = conversation.leading_dropped
-        if tools and not self._template.reads_tools:
+        if conversation.tools and not self._template.reads_tools:
             notes["rows whose tools the template ignores"] = 1
-        if self._marker and any(m["role"] != "assistant" and self._marker.search(m["content"]) for m in messages):
-            notes["rows with special tokens inside a user, system or tool message"] = 1
-        lost = sum(reasoning not in text for reasoning in map(_reasoning, messages) if reasoning)
-        if lost:
-            notes["assistant turns whose reasoning the template leaves out"] = lost
-        return _Text(text, spans, notes)
+        return rows
 
-    def _check_last_turn(self, conversation: Conversation, text: str, spans: list[Span], notes: dict[str, int]) -> None:
-        """Holds the marks of the last assistant turn against the prompt a server sends to get that turn."""
-        messages = conversation.messages
-        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        prompt = self._template.render(messages[:last], conversation.tools, prompt=True).text
-        if not text.startswith(prompt):
-            notes["rows whose last turn does not continue the prompt a server would send"] = 1
-        elif spans[-1][0] != len(prompt):
-            marked, served = (text[start : start + 40] for start in (spans[-1][0], len(prompt)))
-            raise TemplateError(
-                f"{conversation.place}: chat template {self._template.name} marks the last answer from "
-                f"{marked!r} on, but the model writes from {served!r} on: its generation marks and its "
-                "generation prompt contradict each other"
-            )
+    def _check_messages(self, conversation: Conversation, last: ServedText) -> None:
+        """Looks for special tokens inside messages: a server's tokenizer makes real ones of them, so do we.
 
-    def _mask(self, conversation: Conversation, item: _Text, ids: list[int], offsets: list) -> Encoded:
+        Raises:
+            RowRefused: data.marker_text=refuse, or an answer holds the token that would have ended it.
+        """
+        if self._marker is None:
+            return
+        written = last.text[: last.spans[-1][1]] if last.spans else ""
+        stop = next((found[0] for found in self._marker.finditer(written, max(0, len(written) - 64))
+                     if found.end() == len(written)), None)  # fmt: skip
+        inside = False
+        for message in conversation.messages:
+            texts = [message["content"]]
+            if message["role"] == "assistant":
+                texts += [message.get("reasoning_content", ""), *map(str, message.get("tool_calls", ()))]
+                stops = self._template.family.tokens if self._template.family else (stop,) if stop else ()
+                if found := next((token for token in stops for text in texts if token in text), None):
+                    raise RowRefused("an assistant turn holds the text of a turn marker", repr(found))
+            elif any(map(self._marker.search, texts)):
+                inside = True
+        if inside and self._marker_text == "refuse":
+            raise RowRefused("special tokens inside a user, system or tool message", "data.marker_text=refuse")
+        if inside:
+            last.notes[MARKERS_IN_TEXT] = 1
+
+    def _mask(
+        self, row: Conversation | PlainText, item: ServedText | PlainText, ids: list[int], offsets: list
+    ) -> Encoded:
+        if not ids:
+            raise RowRefused("no tokens", "the text is empty")
         check_ids(min(ids), max(ids), self._vocab_size)
+        token_ids = np.asarray(ids, np.int32)
+        edges = np.asarray(offsets, np.int64).reshape(-1, 2)
+        if isinstance(item, PlainText):
+            # what the tokenizer adds in front (BOS) has no characters and is nothing to learn
+            mask = (np.cumsum(edges[:, 1] > edges[:, 0]) > 0).astype(np.int8)
+            return Encoded(token_ids, mask, {"rows of plain text, every token supervised": 1})
+        assert isinstance(row, Conversation)
         if self._agreement is not None:
-            self._agreement.check_ids(conversation, ids)
-        mask, straddling = token_mask(np.asarray(offsets, np.int64).reshape(-1, 2), item.spans)
+            self._agreement.check_ids(row, item, ids)
+        if isinstance(self._template, FamilyTemplate):
+            found, expected = int(np.isin(token_ids, self._family_ids).sum()), self._template.marker_count(item.text)
+            if found != expected:
+                raise RowRefused("the tokenizer splits the turn markers", f"{expected} in the text, {found} in the ids")
+        mask, straddling = token_mask(edges, item.spans)
         notes = item.notes
         if straddling:
             notes = {**notes, "tokens shared by an answer and what surrounds it (not supervised)": straddling}
-        return Encoded(np.asarray(ids, np.int32), mask, notes)
-
-
-def _reasoning(message: dict[str, Any]) -> str:
-    """The reasoning of a turn, in its own field or in think tags."""
-    if message["role"] != "assistant":
-        return ""
-    if "reasoning_content" in message:
-        return message["reasoning_content"].strip()
-    before, tag, _ = message["content"].partition("</think>")
-    return before.rpartition("<think>")[2].strip() if tag else ""
+        last = sum(message["role"] == "assistant" for message in row.messages)
+        return Encoded(token_ids, mask, notes, None if item.turn == last else item.turn)

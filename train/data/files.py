@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .summary import DataError
 
-SUFFIXES = (".jsonl", ".jsonl.gz")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def find_files(path: str | Path) -> DataFiles:
     kinds = " or ".join(SUFFIXES)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise DataError(f"data.path {path} is not a {kinds} file; convert it to one conversation a line")
+            raise DataError(f"data.path {path} is not a {kinds} file; convert it to one conversation a line or row")
         return DataFiles(path.parent, (path.name,), ())
     if not path.is_dir():
         raise DataError(f"data.path {path} does not exist; give a {kinds} file or a folder of them")
@@ -62,12 +62,14 @@ def find_files(path: str | Path) -> DataFiles:
 
 
 def read_lines(root: Path, names: Sequence[str]) -> Iterator[tuple[Place, bytes]]:
-    """Yields every line that is not blank with its place; nothing but the current line is held in memory.
+    """Yields every line of JSON-lines files that is not blank with its place; holds only the current line in memory.
 
     Raises:
-        DataError: a file cannot be read to its end, as a .gz that was cut off.
+        DataError: a file cannot be read to its end, as a .gz that was cut off, or is no file of lines.
     """
     for name in names:
+        if name.endswith(".parquet"):
+            raise DataError(f"{root / name} is a Parquet file, lines are read from .jsonl and .jsonl.gz")
         opener = gzip.open if name.endswith(".gz") else open
         number = 0
         try:

@@ -1,4 +1,4 @@
-"""One line of a dataset -> a conversation in one normal form, or ids with their mask.
+"""One record of a dataset -> a conversation in one normal form, a plain text, or ids with their mask.
 
 Normal form: a list of messages with `role` (system, user, assistant, tool) and `content` (never null);
 optional `reasoning_content`, `tool_calls`, `tool_call_id`, `name`. It is what both our templates and the
@@ -6,6 +6,7 @@ tokenizer's own are given, so a difference between them is never a difference of
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ from .files import Place
 
 Message = dict[str, Any]
 
-_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _SHAREGPT_ROLES = {**_ROLES, "human": "user", "gpt": "assistant"}
-_FORMAT_KEYS = {"messages": "messages", "sharegpt": "conversations", "tokens": "input_ids"}
+_FORMAT_KEYS = {"messages": "messages", "sharegpt": "conversations", "tokens": "input_ids", "text": "text"}
 
 
 class RowRefused(Exception):
@@ -48,6 +49,15 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class PlainText:
+    """A row of text without turns: what a base model is trained on. Every token of it is supervised."""
+
+    id: str
+    place: Place
+    text: str
+
+
+@dataclass(frozen=True)
 class TokenRow:
     """A row that arrived as ids: input_ids int32 [T], loss_mask int8 [T] of 0 and 1."""
 
@@ -58,19 +68,27 @@ class TokenRow:
 
 
 def parse_row(
-    line: bytes, place: Place, *, row_format: str = "auto", leading_assistant: str = "drop", vocab_size: int
-) -> Conversation | TokenRow:
-    """Reads one line.
+    record: bytes | Mapping[str, Any],
+    place: Place,
+    *,
+    row_format: str = "auto",
+    leading_assistant: str = "drop",
+    vocab_size: int,
+) -> Conversation | PlainText | TokenRow:
+    """Reads one record.
 
     Args:
-        line: the raw bytes of a JSON object.
+        record: the raw bytes of a JSON object, or what a column store gives for a row. The latter fills fields that
+            other rows have with nulls, inside tool arguments and schemas too, and cannot tell them from nulls that
+            were meant; they are left out there.
         row_format, leading_assistant: see DataConfig.
         vocab_size: ids of a pre-tokenised row must be below it.
 
     Raises:
         RowRefused: with the reason that is counted.
     """
-    row = _json_object(line)
+    columnar = not isinstance(record, bytes)
+    row = dict(record) if isinstance(record, Mapping) else _json_object(record)
     present = [name for name, key in _FORMAT_KEYS.items() if row.get(key) is not None]
     if row_format != "auto":
         if row_format not in present:
@@ -78,19 +96,25 @@ def parse_row(
                 f"no {_FORMAT_KEYS[row_format]!r} in the row", f"it has {', '.join(sorted(row)) or 'no keys'}"
             )
         found = row_format
-    elif len(present) == 1:
+    elif present and (len(present) == 1 or present[1:] == ["text"]):  # a text beside a chat is the chat once more
         found = present[0]
     elif present:
         raise RowRefused("row is of two formats", f"it has {' and '.join(_FORMAT_KEYS[name] for name in present)}")
     else:
         raise RowRefused(
-            "no 'messages', 'conversations' or 'input_ids' in the row",
+            "no 'messages', 'conversations', 'input_ids' or 'text' in the row",
             f"it has {', '.join(sorted(row)) or 'no keys'}",
         )
     identity = row.get("id")
     name = str(identity) if isinstance(identity, str | int) and not isinstance(identity, bool) else str(place)
     if found == "tokens":
         return _token_row(row, name, place, vocab_size)
+    if found == "text":
+        if not isinstance(row["text"], str):
+            raise RowRefused("content is not text", f"'text' is a {type(row['text']).__name__}")
+        return PlainText(name, place, row["text"])
+    if columnar:
+        row |= {"messages": _without_nulls(row.get("messages")), "tools": _without_nulls(row.get("tools"))}
     messages = _messages(row, _FORMAT_KEYS[found])
     messages, dropped = _from_first_user(messages)
     if dropped and leading_assistant == "refuse":
@@ -169,7 +193,7 @@ def _message(raw: Any) -> Message:
         raise RowRefused("message with weight 0", "leaving single turns out of the loss is not supported")
     message: Message = {"role": role}
     calls = _tool_calls(raw.get("tool_calls"), role)
-    content = raw.get("value" if sharegpt else "content")
+    content = _joined_parts(raw.get("value" if sharegpt else "content"), role)
     if content is None:
         if not calls:
             raise RowRefused("content is null without tool calls", f"role {role}")
@@ -191,6 +215,27 @@ def _message(raw: Any) -> Message:
         if isinstance(raw.get(key), str):
             message[key] = raw[key]
     return message
+
+
+def _joined_parts(content: Any, role: str) -> Any:
+    """Content in parts -> one text, with a blank between parts as SGLang joins them; other content as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            raise RowRefused("content has a part that is not text", f"role {role}, {kind}")
+        texts.append(part["text"])
+    return " ".join(texts)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def _tool_calls(raw: Any, role: str) -> list[dict]:

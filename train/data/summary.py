@@ -1,7 +1,10 @@
 """The account of a dataset: what was kept, zeroed, cut and refused, each with an example."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .samples import Judged
 
 
 class DataError(ValueError):
@@ -22,12 +25,13 @@ class Tally:
 
 @dataclass
 class Summary:
-    """Counts of one pass over a dataset. `rows = refused + samples`, `samples = kept + zeroed`.
+    """Counts of one pass over a dataset. `rows + fanned_out = refused + samples`, `samples = kept + zeroed`.
 
     Attributes:
         source: path of the data.
         rows: rows read; blank lines do not count.
         samples: rows that take part in training, zeroed ones included.
+        fanned_out: samples beyond the first of their row: turns that the template rewrites in later history.
         tokens, supervised_tokens: over all samples, after truncation.
         longest: tokens of the longest sample, after truncation.
         truncated: samples cut at max_length (they are also kept or zeroed).
@@ -40,6 +44,7 @@ class Summary:
     source: str = ""
     rows: int = 0
     samples: int = 0
+    fanned_out: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
     longest: int = 0
@@ -58,6 +63,17 @@ class Summary:
     def note(self, name: str, example: str, count: int = 1) -> None:
         self.notes.setdefault(name, Tally()).add(example, count)
 
+    def count_sample(self, judged: "Judged", place: str, length: int) -> None:
+        """Counts a sample that was `length` tokens long before it was cut."""
+        if judged.truncated:
+            self.truncated.add(f"{place}, {length:,} tokens")
+        if judged.zeroed:
+            self.zero(judged.zeroed, place)
+        self.samples += 1
+        self.tokens += len(judged.sample.input_ids)
+        self.supervised_tokens += int(judged.sample.loss_mask.sum())
+        self.longest = max(self.longest, len(judged.sample.input_ids))
+
     @property
     def zeroed_samples(self) -> int:
         return sum(tally.count for tally in self.zeroed.values())
@@ -74,13 +90,15 @@ class Summary:
     def format(self) -> str:
         """The account as a table for a terminal: most frequent reasons first."""
 
+        whole = self.rows + self.fanned_out
+
         def share(count: int) -> str:
-            return f"{count:>9,} {100 * count / self.rows:5.1f} %" if self.rows else f"{count:>9,}        "
+            return f"{count:>9,} {100 * count / whole:5.1f} %" if whole else f"{count:>9,}        "
 
         lines = [
             f"data      {self.source}",
             f"template  {self.template}",
-            f"rows      {self.rows:>9,}",
+            f"rows      {self.rows:>9,}" + (f"  made {self.samples:,} samples" if self.fanned_out else ""),
             f"kept      {share(self.kept)}  {self.supervised_tokens:,} of {self.tokens:,} tokens supervised, "
             f"longest {self.longest:,}",
             f"zeroed    {share(self.zeroed_samples)}  keep their place, mask all zero",
@@ -104,6 +122,7 @@ class Summary:
             "template": self.template,
             "rows": self.rows,
             "samples": self.samples,
+            "fanned_out": self.fanned_out,
             "kept": self.kept,
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,

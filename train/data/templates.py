@@ -16,21 +16,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from .config import DEFAULT_DATE
 from .summary import DataError
 
-SHIPPED = ("chatml", "smollm2", "qwen3")
+if TYPE_CHECKING:
+    from .families import Family
+
+SHIPPED = ("chatml", "smollm2", "qwen2.5", "qwen3", "llama3", "gemma3")
 _FOLDER = Path(__file__).parent / "chat_templates"
 # Unicode noncharacters: reserved for use inside one process, never text.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKS = re.compile(f"[{_OPEN}{_CLOSE}]")
 _PROBE = [{"role": "user", "content": "?"}]
+# gpt-oss names the reasoning of a turn `thinking` where the others say `reasoning_content`.
+_READS_THINKING = re.compile(r"""message\.thinking|["']thinking["'] in message""")
+_READS_REASONING = re.compile(r"reasoning_content|message\.reasoning|" + _READS_THINKING.pattern)
+_LOOKS_FOR_TAGS = re.compile(r"""["']</think>["'] in|split\(["']</think>["']""")
+# Some render tool calls only beside a content that is null, as the OpenAI interface has it.
+_TESTS_NULL_CONTENT = re.compile(r"""content(?:["']\])? is (?:not )?none""")
 
 
 class TemplateError(DataError):
@@ -78,7 +88,7 @@ class _GenerationMarks(Extension):
         return _OPEN + caller() + _CLOSE
 
 
-def _environment() -> _Environment:
+def _environment(date: datetime) -> _Environment:
     """The environment chat templates are written for: Transformers' settings, filters and globals."""
 
     def raise_exception(message):
@@ -93,7 +103,7 @@ def _environment() -> _Environment:
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = date.strftime
     return environment
 
 
@@ -105,7 +115,11 @@ class ChatTemplate:
         source: the jinja text.
         marked: whether it has generation marks.
         reads_tools: whether it looks at the tools of a row at all.
+        reads_clock: whether it writes the date, see `variables`.
+        family: whose special tokens tell the spans, where no generation marks do (see `FamilyTemplate`).
     """
+
+    family: "Family | None" = None
 
     def __init__(self, name: str, source: str, variables: Mapping[str, Any] | None = None):
         """Compiles it.
@@ -113,7 +127,8 @@ class ChatTemplate:
         Args:
             name: how errors call it.
             source: jinja.
-            variables: special tokens by name (`bos_token`, ...) and options such as `enable_thinking`.
+            variables: special tokens by name (`bos_token`, ...) and options such as `enable_thinking`; `date`
+                (YYYY-MM-DD) is not handed on but is what `strftime_now` formats.
 
         Raises:
             TemplateError: the jinja does not compile.
@@ -121,14 +136,51 @@ class ChatTemplate:
         self.name = name
         self.source = source
         self._variables = dict(variables or {})
-        self._environment = _environment()
+        self._environment = _environment(datetime.fromisoformat(self._variables.pop("date", DEFAULT_DATE)))
         try:
             self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"chat template {name}, line {error.lineno}: {error.message}") from error
         self.marked = self._environment.marks_in_source > 0
         self.reads_tools = "tools" in source
+        self.reads_clock = "strftime_now" in source
+        self._reads_thinking = _READS_THINKING.search(source) is not None
+        self._reads_reasoning = _READS_REASONING.search(source) is not None
+        self._tests_null_content = _TESTS_NULL_CONTENT.search(source) is not None
+        self._looks_for_tags = _LOOKS_FOR_TAGS.search(source) is not None
         self._generation_prompt: str | None = None
+
+    @property
+    def marks_turns(self) -> bool:
+        """Whether a rendering says which part of it the model writes."""
+        return self.marked
+
+    def with_reasoning_fields(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages whose reasoning stands in tags in the content -> with the reasoning in its own field.
+
+        Only where the template reads the field and does not look for the tags itself; a second, empty block would
+        appear otherwise. Contents that hold the closing tag alone (the prompt wrote the other) count as well.
+        """
+        given = [dict(message) for message in messages]
+        if not self._reads_reasoning or self._looks_for_tags:
+            return given
+        for message in given:
+            if message["role"] == "assistant" and "reasoning_content" not in message:
+                before, tag, answer = message["content"].partition("</think>")
+                if tag:
+                    message["reasoning_content"] = before.rpartition("<think>")[2].strip("\n")
+                    message["content"] = answer.lstrip("\n")
+        return given
+
+    def messages_for(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages in normal form -> in the form this template reads."""
+        given = [dict(message) for message in messages]
+        for message in given:
+            if self._reads_thinking and "reasoning_content" in message:
+                message["thinking"] = message.pop("reasoning_content")
+            if self._tests_null_content and message.get("tool_calls") and not message["content"]:
+                message["content"] = None
+        return given
 
     def render(
         self,
@@ -151,7 +203,7 @@ class ChatTemplate:
         self._environment.marks_written = 0
         try:
             raw = self._template.render(
-                messages=messages,
+                messages=self.messages_for(messages),
                 tools=tools,
                 documents=None,
                 add_generation_prompt=prompt,
@@ -204,25 +256,31 @@ def shipped_source(name: str) -> str:
     return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
 
 
+def template_source(name: str) -> str:
+    """The jinja text of a shipped template by name, or of a file by path.
+
+    Raises:
+        TemplateError: there is no such template.
+    """
+    if name in SHIPPED:
+        return shipped_source(name)
+    path = Path(name)
+    if not path.is_file():
+        raise TemplateError(f"data.template {name!r} is neither a shipped template ({', '.join(SHIPPED)}) nor a file")
+    return path.read_text(encoding="utf-8")
+
+
 def read_template(name: str, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
     """A shipped template by name, or a jinja file by path.
 
     Raises:
         TemplateError: there is no such template, or it marks nothing (never a mask of zeros instead).
     """
-    if name in SHIPPED:
-        source = shipped_source(name)
-    else:
-        path = Path(name)
-        if not path.is_file():
-            raise TemplateError(
-                f"data.template {name!r} is neither a shipped template ({', '.join(SHIPPED)}) nor a file"
-            )
-        source = path.read_text(encoding="utf-8")
-    template = ChatTemplate(name, source, variables)
+    template = ChatTemplate(name, template_source(name), variables)
     if not template.marked:
         raise TemplateError(
             f"chat template {name} has no generation marks, so nothing says what the assistant wrote; put "
-            "{% generation %} after the assistant header and {% endgeneration %} after the turn's end token"
+            "{% generation %} after the assistant header and {% endgeneration %} after the turn's end token, or name "
+            "the family of its special tokens in data.markers"
         )
     return template

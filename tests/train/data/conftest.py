@@ -87,9 +87,10 @@ def encode(toy_tokenizer, toy_template) -> Callable[..., tuple[list[int], list[i
     ):
         conversation = parse_row(json.dumps(row).encode(), Place("rows.jsonl", 1), vocab_size=31)
         encoder = Encoder(ChatTemplate("toy", template, variables), tokenizer, 31, None)
-        (result,) = encoder.encode([conversation])
-        if isinstance(result, RowRefused):
-            raise result
+        (rows,) = encoder.encode([conversation])
+        if isinstance(rows, RowRefused):
+            raise rows
+        (result,) = rows
         if notes is not None:
             notes.update(result.notes)
         return result.input_ids.tolist(), result.loss_mask.tolist()

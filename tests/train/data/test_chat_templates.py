@@ -228,7 +228,7 @@ def test_other_ids_than_apply_chat_template_stop(make_toy_tokenizer, monkeypatch
     template = read_template("chatml")
     encoder = Encoder(template, tokenizer, 31, Agreement(template, tokenizer))
     conversation = row(chat(("user", "a"), ("assistant", "b")))
-    (good,) = encoder.encode([conversation])
+    ((good,),) = encoder.encode([conversation])
     assert good.input_ids.tolist() == [2, 6, 4, 15, 3, 4, 2, 7, 4, 16, 3, 4]
     monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: {"input_ids": [2, 6, 4, 99]})
     agreement = Agreement(template, tokenizer)
@@ -242,7 +242,7 @@ def test_a_row_the_tokenizers_own_template_refuses_is_refused(make_toy_tokenizer
     template = choose_template("auto", tokenizer)
     assert template.name == "chatml"
     encoder = Encoder(template, tokenizer, 31, Agreement(template, tokenizer))
-    refused, good = encoder.encode(
+    refused, (good,) = encoder.encode(
         [
             row(chat(("system", "s"), ("user", "a"), ("assistant", "b"))),
             row(chat(("user", "a"), ("assistant", "b"))),
@@ -315,7 +315,7 @@ def test_smollm2_ids_and_masks_byte_for_byte(smollm2_tokenizer):
     encoder = Encoder(template, smollm2_tokenizer, len(smollm2_tokenizer), agreement)
     merged = chat(("user", "a"), ("assistant", "  two blanks merge with the header's newline"))
     for messages in [*REAL_ROWS, merged]:
-        (result,) = encoder.encode([row(messages)])
+        ((result,),) = encoder.encode([row(messages)])
         own = smollm2_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
         assert result.input_ids.tolist() == own
         text, written = reference(smollm2_tokenizer, messages)
@@ -337,7 +337,7 @@ def test_smollm2_is_not_chatml(smollm2_tokenizer):
     encoder = Encoder(template, smollm2_tokenizer, len(smollm2_tokenizer), Agreement(template, smollm2_tokenizer))
     with pytest.raises(TemplateError, match="does not render what the tokenizer's own does"):
         encoder.encode([row(REAL_ROWS[0])])
-    (same,) = encoder.encode([row(REAL_ROWS[1])])  # with a system prompt of its own the two are one
+    ((same,),) = encoder.encode([row(REAL_ROWS[1])])  # with a system prompt of its own the two are one
     assert same.loss_mask.sum() > 0
 
 
@@ -347,7 +347,7 @@ def test_supervised_text_of_real_rows_reads_as_the_answers(smollm2_tokenizer):
     for messages in REAL_ROWS:
         line = json.dumps({"messages": messages}).encode()
         conversation = parse_row(line, Place("r", 1), vocab_size=len(smollm2_tokenizer))
-        (result,) = encoder.encode([conversation])
+        ((result,),) = encoder.encode([conversation])
         answers = "".join(m["content"] + "<|im_end|>" for m in messages if m["role"] == "assistant")
         ids = result.input_ids[result.loss_mask == 1]
         assert smollm2_tokenizer.decode(ids, clean_up_tokenization_spaces=False) == answers

@@ -25,8 +25,9 @@ REFUSED = [
     (b'{"id": "\xff"}', "not UTF-8"),
     (b"[1]", "not a JSON object"),
     (b"null", "not a JSON object"),
-    ({"text": "x"}, "no 'messages', 'conversations' or 'input_ids' in the row"),
-    ({"messages": None}, "no 'messages', 'conversations' or 'input_ids' in the row"),
+    ({"prompt": "x"}, "no 'messages', 'conversations', 'input_ids' or 'text' in the row"),
+    ({"messages": None}, "no 'messages', 'conversations', 'input_ids' or 'text' in the row"),
+    ({"text": ["x"]}, "content is not text"),
     ({"messages": [USER, ANSWER], "conversations": [USER, ANSWER]}, "row is of two formats"),
     ({"messages": {"role": "user"}}, "'messages' is not a list"),
     ({"conversations": "hi"}, "'conversations' is not a list"),
@@ -49,9 +50,10 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": None}, ANSWER]}, "content is null without tool calls"),
     ({"messages": [USER, {"role": "assistant", "content": 7}]}, "content is not text"),
     (
-        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]},
-        "content is not text",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, ANSWER]},
+        "content has a part that is not text",
     ),
+    ({"messages": [{"role": "user", "content": ["a"]}, ANSWER]}, "content has a part that is not text"),
     ({"messages": [USER, {**ANSWER, "reasoning_content": 1}]}, "content is not text"),
     ({"messages": [USER, {**ANSWER, "weight": 0}]}, "message with weight 0"),
     ({"messages": [USER, {**ANSWER, "tool_calls": {"name": "f"}}]}, "malformed tool call"),
@@ -185,9 +187,9 @@ def test_blank_lines_count_as_lines_but_not_as_rows(write_rows):
 def test_paths_that_hold_nothing_readable(tmp_path, write_rows):
     with pytest.raises(DataError, match="does not exist"):
         find_files(tmp_path / "missing")
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    (tmp_path / "x.csv").write_bytes(b"a,b")
     with pytest.raises(DataError, match=r"is not a \.jsonl"):
-        find_files(tmp_path / "x.parquet")
+        find_files(tmp_path / "x.csv")
     with pytest.raises(DataError, match=r"holds no .* 1 files of other kinds"):
         find_files(tmp_path)
 
