@@ -248,6 +248,7 @@ def _report(
     seconds: float,
 ) -> dict[str, Any]:
     from .config_file import dump
+    from .evaluate.texts import token_texts
     from .report import write_report
 
     after, before = results["trained"], results["untrained"]
@@ -272,6 +273,7 @@ def _report(
         "data": config.data.path,
     }
     for name, result in results.items():
+        result.token_texts = token_texts(target.tokenizer, result)
         (run_dir / "eval").mkdir(exist_ok=True)
         (run_dir / "eval" / f"{name}.json").write_text(json.dumps(result.to_json(), indent=1))
     texts = {prompt.id: prompt.text for prompt in prompts}
@@ -290,9 +292,7 @@ def _report(
                 ("whole quickstart [s]", summary["seconds"]),
             ],
             "training": [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()],
-            "evaluations": [
-                {"name": name, "result": result.to_json(samples=False)} for name, result in results.items()
-            ],
+            "evaluations": [{"name": name, "result": result.to_json()} for name, result in results.items()],
             "samples": [
                 {"prompt": texts.get(sample.prompt, sample.prompt), "pieces": sample.pieces(target.tokenizer)}
                 for sample in after.samples[:SHOWN_SAMPLES]

@@ -162,7 +162,8 @@ def _difference(what: str, a: PromptSums, b: PromptSums, chosen: np.ndarray, wei
     count = int(chosen.sum())
     if not all(np.isfinite(values)):
         raise ResultError(f"{what}: no round was run in one of the results")
-    return Difference(what, count, *values, interval(values[1] - values[0], draws[1] - draws[0], count))
+    found = interval(values[1] - values[0], draws[1] - draws[0], count)
+    return Difference(what, count, values[0], values[1], found)
 
 
 def _mean_of_tasks(tasks: Sequence[Difference], a: PromptSums, b: PromptSums, weights: np.ndarray) -> Difference:
@@ -173,12 +174,8 @@ def _mean_of_tasks(tasks: Sequence[Difference], a: PromptSums, b: PromptSums, we
         ours, theirs = (ratio(s.committed[chosen], s.rounds[chosen], weights[:, chosen]) for s in (a, b))
         draws += (theirs - ours) / len(tasks)
     values = [sum(getattr(task, side) for task in tasks) / len(tasks) for side in ("baseline", "other")]
-    return Difference(
-        "mean of tasks",
-        len(a.ids),
-        *values,
-        interval(values[1] - values[0], draws, min(task.prompts for task in tasks)),
-    )
+    found = interval(values[1] - values[0], draws, min(task.prompts for task in tasks))
+    return Difference("mean of tasks", len(a.ids), values[0], values[1], found)
 
 
 def verdict(comparison: Comparison) -> str:

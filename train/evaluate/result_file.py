@@ -112,17 +112,17 @@ def read_results(arguments: Sequence[str]) -> list[NamedResult]:
     Raises:
         ResultError: see `read_result`; also when two have one name.
     """
-    pairs = []
+    pairs: list[tuple[str, Path]] = []
     for argument in arguments:
-        name, has_name, path = argument.partition("=")
-        pairs.append((name, Path(path)) if has_name and not Path(argument).exists() else ("", Path(argument)))
+        before, has_name, after = argument.partition("=")
+        pairs.append((before, Path(after)) if has_name and not Path(argument).exists() else ("", Path(argument)))
     stems = [path.stem for name, path in pairs if not name]
     named = []
-    for name, path in pairs:
-        if not name:  # eval/ is every run's; the run's name tells more
-            folder = path.resolve().parent
-            folder = folder.parent if folder.name == "eval" else folder
-            name = path.stem if stems.count(path.stem) == 1 else f"{folder.name}/{path.stem}"
+    for given, path in pairs:
+        folder = path.resolve().parent
+        if folder.name == "eval":  # every run has one; the run's name tells more
+            folder = folder.parent
+        name = given or (path.stem if stems.count(path.stem) == 1 else f"{folder.name}/{path.stem}")
         named.append(NamedResult(name, read_result(path), path))
     names = [item.name for item in named]
     if twice := sorted({name for name in names if names.count(name) > 1}):
