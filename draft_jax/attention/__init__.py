@@ -7,10 +7,13 @@ is ever computed (dspark_spec 1.3, step 5).
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from typing import Any, Protocol
 
 from jaxtyping import Array, Bool, Float, Int
 
+from draft_jax.attention.triton import block_attention as _triton
+from draft_jax.attention.triton import unsupported as _triton_unsupported
 from draft_jax.attention.xla import block_attention as _xla
 
 
@@ -31,7 +34,43 @@ class BlockAttention(Protocol):
     ) -> Array: ...
 
 
-IMPLEMENTATIONS: dict[str, BlockAttention] = {"xla": _xla}
+#: `triton-interpreted` runs the kernels of `triton` in Pallas' interpreter: for tests, on any device, slowly.
+IMPLEMENTATIONS: dict[str, BlockAttention] = {
+    "xla": _xla,
+    "triton": _triton,
+    "triton-interpreted": functools.partial(_triton, interpret=True),
+}
+
+
+def choose_implementation(name: str, platform: str, device_kind: str, dtype: Any, head_dim: int) -> str:
+    """The implementation to run for a configured name: `auto` takes the kernel where it can run, else `xla`.
+
+    Args:
+        name: `auto` or a name in `IMPLEMENTATIONS`.
+        platform: `platform` of the devices, such as `gpu`.
+        device_kind: their `device_kind`, such as `NVIDIA H200`.
+        dtype: compute dtype of the draft.
+        head_dim: of the draft.
+
+    Raises:
+        ValueError: unknown name, or a kernel asked for by name that cannot run here; the message says why.
+    """
+    if name not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"attention implementation {name!r} is unknown; available: auto, {_available()}")
+    if name not in ("auto", "triton"):
+        return name
+    reason = _triton_unsupported(dtype, head_dim)
+    if reason is None and not (platform == "gpu" and device_kind.startswith("NVIDIA")):
+        reason = f"needs an NVIDIA GPU, not {device_kind} ({platform})"
+    if reason is None:
+        return "triton"
+    if name == "auto":
+        return "xla"
+    raise ValueError(f"attention implementation 'triton' {reason}; use 'xla' or 'auto'")
+
+
+def _available() -> str:
+    return ", ".join(sorted(IMPLEMENTATIONS))
 
 
 def block_attention(
@@ -70,9 +109,7 @@ def block_attention(
         ValueError: unknown implementation.
     """
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"attention implementation {implementation!r} is unknown; available: {', '.join(sorted(IMPLEMENTATIONS))}"
-        )
+        raise ValueError(f"attention implementation {implementation!r} is unknown; available: {_available()}")
     return IMPLEMENTATIONS[implementation](
         q, k_context, v_context, k_block, v_block, anchors, starts, keep, context_valid
     )
