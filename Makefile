@@ -3,14 +3,23 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
+# A second environment: SGLang wants other versions of transformers and torch than the trainer.
+SGLANG ?= 0.5.23
+SGLANG_VENV ?= .venv-sglang
 
-.PHONY: quickstart test lint small-target install install-dev clean
+.PHONY: quickstart test test-main test-sglang lint small-target install install-dev install-sglang clean
 
 quickstart: install
 	$(VENV)/bin/draft-jax quickstart $(ARGS)
 
-test: install-dev lint small-target
+test: test-main test-sglang
+
+test-main: install-dev lint small-target
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# The real engine on the CPU; `make test-sglang SGLANG=0.5.16 SGLANG_VENV=.venv-sglang16` for the other version.
+test-sglang: install-sglang small-target
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/sglang $(ARGS)
 
 lint: install-dev
 	$(VENV)/bin/ruff check .
@@ -22,6 +31,7 @@ small-target: install-dev
 	-$(VENV)/bin/python -c "from target_bridge.small_target import obtain; obtain()"
 
 install: $(VENV)/.installed-quickstart
+install-sglang: $(SGLANG_VENV)/.installed-$(SGLANG)
 install-dev: $(VENV)/.installed-dev
 
 $(VENV)/.installed-quickstart: pyproject.toml constraints.txt tools/install.sh
@@ -32,5 +42,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt tools/install.sh
 	PYTHON=$(PYTHON) tools/install.sh $(VENV) quickstart,dev
 	@touch $@ $(VENV)/.installed-quickstart
 
+$(SGLANG_VENV)/.installed-$(SGLANG): pyproject.toml tools/install_sglang_cpu.sh tools/sglang_cpu/$(SGLANG).txt tools/sglang_cpu/requirements.txt
+	PYTHON=$(PYTHON) tools/install_sglang_cpu.sh $(SGLANG_VENV) $(SGLANG)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) runs build dist *.egg-info

@@ -5,6 +5,7 @@ Everything SGLang would only refuse obscurely (or not at all) is refused here, b
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import logging
@@ -327,6 +328,13 @@ class Engine:
                 requests, packed.context.split(packed.counts), packed.last.split(packed.counts), packed.logits
             )
         ]
+
+
+@atexit.register
+def close_all() -> None:
+    """Close every engine of this process: also at its end, since SGLang's process groups complain otherwise."""
+    for engine in list(_ALIVE):
+        engine.close()
 
 
 @contextlib.contextmanager

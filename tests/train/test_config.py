@@ -26,6 +26,17 @@ def test_dump_reads_back(plain_tree, tmp_path):
     assert load_config(file) == config
 
 
+def test_engine_options_need_their_bridge(plain_tree):
+    plain_tree["target"]["sglang"] = {"page_size": 16}
+    with pytest.raises(ConfigError, match=r"target\.sglang.*target\.bridge is 'hf', so it would have no effect"):
+        build(plain_tree)
+    plain_tree["target"]["bridge"] = "sglang"
+    assert build(plain_tree).target.sglang.page_size == 16
+    plain_tree["target"]["sglang"] = {"page_size": 0}
+    with pytest.raises(ConfigError, match=r"target\.sglang\.page_size is 0; give a positive integer"):
+        build(plain_tree)
+
+
 def test_override_makes_missing_sections(plain_tree):
     del plain_tree["optimizer"]
     apply_override(plain_tree, "optimizer.betas", "[0.8, 0.9]")

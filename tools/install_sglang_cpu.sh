@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# A virtual environment with draft-jax and the real SGLang, to run tests/sglang on a CPU: install_sglang_cpu.sh VENV [VERSION]
+# Not for a GPU: docs/sglang.md says how SGLang is installed there. About 2.5 GB.
+set -euo pipefail
+venv=$1
+version=${2:-0.5.23}
+python=${PYTHON:-python3}
+cd "$(dirname "$0")/.."
+pins=tools/sglang_cpu/$version.txt
+[ -f "$pins" ] || {
+    echo "SGLang $version: no such list as $pins; known: $(cd tools/sglang_cpu && echo 0*.txt)" >&2
+    exit 1
+}
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+echo "Installing SGLang $version for the CPU into $venv"
+# torch first and alone: which build pip picks depends on the machine (tools/install.sh).
+pip install --quiet -c "$pins" torch
+pip install --quiet -c "$pins" torch -r tools/sglang_cpu/requirements.txt -e ".[dev]"
+# Without dependencies: SGLang pins another torch and asks for CUDA kernels, and so do these two.
+pip install --quiet --no-deps -c "$pins" "sglang==$version" torchvision xgrammar
