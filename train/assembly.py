@@ -20,7 +20,7 @@ from .data.rows import RowIterator
 from .feeding import Feeder
 from .optimizer import make_optimizer, make_schedule
 from .plan import parameter_groups
-from .resolve import read_target_config, resolve_draft, resolve_dtype, resolve_steps
+from .resolve import read_target_config, resolve_attention, resolve_draft, resolve_dtype, resolve_steps
 from .resume import run_identity
 from .sharding import make_mesh, replicated
 from .state import TrainState, abstract_state, new_state
@@ -101,7 +101,7 @@ def assemble(
         optimizer=make_optimizer(config.optimizer),
         schedule=make_schedule(config.optimizer, total_steps),
         dtype=jnp.dtype(dtype),
-        attention=train.attention,
+        attention=resolve_attention(train.attention, platform, devices[0].device_kind, dtype, draft.head_dim),
     )
     programs = compile_programs(
         options,
@@ -111,7 +111,7 @@ def assemble(
         frozen=frozen,
         hidden_dtype=jnp.dtype(target.info.dtype),
     )
-    _describe(draft, programs, total_steps, platform, dtype)
+    _describe(draft, programs, total_steps, platform, dtype, options.attention)
 
     def initial_state() -> TrainState:
         params = None
@@ -139,11 +139,14 @@ def assemble(
     )
 
 
-def _describe(draft: DraftConfig, programs: Programs, total_steps: int, platform: str, dtype: str) -> None:
+def _describe(
+    draft: DraftConfig, programs: Programs, total_steps: int, platform: str, dtype: str, attention: str
+) -> None:
     parameters = sum(parameter_groups(draft).values())
     temporary = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in programs.memory().items())
     print(
-        f"{parameters:,} trainable parameters, {total_steps} optimizer steps, {dtype} on {platform};"
+        f"{parameters:,} trainable parameters, {total_steps} optimizer steps, {dtype} on {platform},"
+        f" attention {attention};"
         f" temporary memory of the compiled programs: {temporary or 'not known'}",
         flush=True,
     )

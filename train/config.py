@@ -145,7 +145,8 @@ class TrainConfig:
         seed: parameters, anchors; the data order has data.seed.
         dtype: compute dtype of the draft; auto = bfloat16 on an accelerator, float32 on a CPU. Parameters, moments
             and the gradient accumulator are float32 always.
-        attention: name of the attention implementation.
+        attention: auto = `triton` (draft_jax/attention/triton.py) on NVIDIA GPUs where dtype and head dim allow it,
+            else `xla`; a name insists.
         devices: local devices the batch axis is spread over.
         fsdp: of these, how many share one copy of parameters, moments and accumulator.
         memory_fraction: share of the accelerator's memory JAX reserves when it starts.
@@ -158,7 +159,7 @@ class TrainConfig:
     stop_at: int | None = None
     seed: int = 42
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    attention: str = "xla"
+    attention: Literal["auto", "xla", "triton"] = "auto"
     devices: int = 1
     fsdp: int = 1
     memory_fraction: float = 0.5

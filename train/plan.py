@@ -9,7 +9,7 @@ from draft_jax.objective.config import chunk_rows_for
 
 from .config import RunConfig
 from .config_file import dump
-from .resolve import read_target_config, resolve_draft, resolve_dtype
+from .resolve import read_target_config, resolve_attention, resolve_draft, resolve_dtype
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 #: Slots of the staging ring: target and draft take turns, so one is enough.
@@ -88,7 +88,12 @@ def _memory(config: RunConfig, draft: DraftConfig, target_config: dict, dtype: s
     head_item = _BYTES[resolve_dtype(config.target.dtype, platform)]
     # Kept for the backward pass of one layer: residual, two norms, q, k, v, attention output, three MLP widths.
     per_row = item * (4 * d + 2 * query + 2 * kv + 3 * width)
-    scores = rows * draft.num_attention_heads * (length + draft.block_size) * 4 * 2  # fp32 scores and weights
+    # A GPU is taken to be one of NVIDIA's. The kernel keeps one log-sum-exp per query and no scores.
+    kind = "NVIDIA" if platform == "gpu" else platform
+    if resolve_attention(train.attention, platform, kind, dtype, draft.head_dim) == "xla":
+        scores = rows * draft.num_attention_heads * (length + draft.block_size) * 4 * 2  # fp32 scores and weights
+    else:
+        scores = rows * draft.num_attention_heads * 4
     context = local_rows * length * (2 * kv * item + 0)
     chunk = config.objective.chunk_rows or chunk_rows_for(rows, draft.vocab_size, platform=platform)
     memory = {

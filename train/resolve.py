@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_jax import hf_config
+from draft_jax.attention import choose_implementation
 from draft_jax.config import DraftConfig
 
 from .config import ConfigError, DraftSpec, RunConfig, TargetConfig, TrainConfig
@@ -157,3 +158,15 @@ def resolve_dtype(name: str, platform: str) -> str:
     if name != "auto":
         return name
     return "float32" if platform == "cpu" else "bfloat16"
+
+
+def resolve_attention(name: str, platform: str, device_kind: str, dtype: str, head_dim: int) -> str:
+    """The attention implementation of a run; see `draft_jax.attention.choose_implementation`.
+
+    Raises:
+        ConfigError: the kernel was asked for by name and cannot run here.
+    """
+    try:
+        return choose_implementation(name, platform, device_kind, dtype, head_dim)
+    except ValueError as error:
+        raise ConfigError(f"train.attention is {name!r}; {error}") from error

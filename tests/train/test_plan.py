@@ -77,6 +77,20 @@ def test_memory_of_the_published_recipe(qwen):
     assert memory["objective chunk (fp32 logits)"] < rows_by_vocabulary
 
 
+def test_attention_by_name(qwen, change):
+    """Only the XLA form keeps scores: fp32 scores and weights of 3584 x 32 rows by 4096 + 7 keys, in five layers."""
+
+    def activations(**train):
+        changed = build(change(qwen, **{f"train__{name}": value for name, value in train.items()}))
+        return make_plan(changed, "gpu").memory["activations of the draft"]
+
+    scores, sums = 5 * 3584 * 32 * (4096 + 7) * 8, 5 * 3584 * 32 * 4
+    assert activations(attention="xla") - activations() == scores - sums
+    assert activations(attention="triton") == activations()
+    with pytest.raises(ConfigError, match=r"train\.attention is 'triton'; .*bfloat16 or float16, not float32"):
+        activations(attention="triton", dtype="float32")
+
+
 def test_counts_equal_the_real_parameters(tiny_draft):
     from draft_jax.models.dspark import abstract_params
 
