@@ -1,7 +1,7 @@
 """The streams of states a probe looks at, and what is measured of each.
 
-Relative differences are per token, ||a - b|| / ||b||, and averaged over a document; the worst document counts. A norm
-over everything would see nothing but the few tokens whose states are a thousand times larger than the others'.
+Relative differences are per token, ||a - b|| / ||b||, and averaged over tokens. A norm over everything would see
+nothing but the few tokens whose states are a thousand times larger than the others'.
 """
 
 from __future__ import annotations
@@ -20,6 +20,21 @@ FINAL = "final"
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """One stream against one reference.
+
+    Attributes:
+        difference: Relative, mean over all tokens.
+        worst: The same of the worst document: two documents exchanged show here.
+        best: The layer that fits best; None for the final state and where nothing can be told.
+    """
+
+    difference: float
+    worst: float
+    best: int | None
+
+
+@dataclass(frozen=True)
 class Stream:
     """What was measured of one stream of states.
 
@@ -31,7 +46,7 @@ class Stream:
         spread: How much of a state depends on the token: ||x - mean over tokens|| / ||x||, of the document where that
             is least.
         nearest_stream: The other stream it resembles most, and how much it differs from it.
-        references: Source -> (relative difference, layer that fits best); None where it was not compared.
+        references: Source -> comparison; None where it was not compared.
     """
 
     name: str
@@ -40,7 +55,7 @@ class Stream:
     rms: float
     spread: float
     nearest_stream: tuple[str, float] | None
-    references: dict[str, tuple[float, int | None] | None]
+    references: dict[str, Comparison | None]
 
 
 def split_streams(capture: Capture, info: TargetInfo) -> dict[str, list[torch.Tensor]]:
@@ -55,7 +70,7 @@ def measure(name: str, streams: dict[str, list[torch.Tensor]], references: Seque
     """Measure one stream; `streams` has them all, the final one under `FINAL`."""
     documents = streams[name]
     states = torch.cat(documents)
-    others = [(other, _difference(documents, streams[other])) for other in streams if other != name]
+    others = [(other, _difference(documents, streams[other])[0]) for other in streams if other != name]
     layer = layer_of(name)
     return Stream(
         name=name,
@@ -68,25 +83,23 @@ def measure(name: str, streams: dict[str, list[torch.Tensor]], references: Seque
     )
 
 
-def _compare(
-    documents: list[torch.Tensor], reference: LayerStates, layer: int | None
-) -> tuple[float, int | None] | None:
+def _compare(documents: list[torch.Tensor], reference: LayerStates, layer: int | None) -> Comparison | None:
     if layer is None:
-        return None if reference.last is None else (_difference(documents, reference.last), None)
+        return None if reference.last is None else Comparison(*_difference(documents, reference.last), None)
     if layer not in reference.layers:
         return None
     near = {index: _difference(documents, states) for index, states in reference.layers.items()}
-    best = min(near, key=lambda index: near[index])
-    return near[layer], best if near[layer] == near[layer] else None
+    difference, worst = near[layer]
+    best = min(near, key=lambda index: near[index][0])
+    return Comparison(difference, worst, best if difference == difference else None)
 
 
-def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """Relative difference of the worst document; NaN if anything is."""
-    worst = [
-        float(((a - b.to(a)).norm(dim=-1) / b.to(a).norm(dim=-1).clamp_min(1e-30)).mean())
-        for a, b in zip(ours, theirs, strict=True)
+def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """(mean over all tokens, mean over the tokens of the worst document); NaN if anything is."""
+    tokens = [
+        (a - b.to(a)).norm(dim=-1) / b.to(a).norm(dim=-1).clamp_min(1e-30) for a, b in zip(ours, theirs, strict=True)
     ]
-    return float(np.max(worst))
+    return float(torch.cat(tokens).mean()), float(np.max([float(document.mean()) for document in tokens]))
 
 
 def layer_of(name: str) -> int | None:

@@ -148,7 +148,7 @@ def format_report(report: ProbeReport, bridge: str) -> str:
     ]
     for stream in report.streams:
         nearest, apart = stream.nearest_stream or ("-", None)
-        compared = [found and f"{found[0]:.2g}" for found in (stream.references[source] for source in sources)]
+        compared = [found and f"{found.difference:.2g}" for found in (stream.references[source] for source in sources)]
         rows.append((stream.name, f"{stream.finite:.2%}", stream.rms, stream.spread, nearest, apart, *compared))
     info = report.info
     lines = [

@@ -67,9 +67,9 @@ def test_healthy_target_passes_with_numbers(healthy):
     assert not report.failures
     assert [stream.name for stream in report.streams] == ["layer 0", "layer 2", "layer 3", "final"]
     for stream in report.streams:
-        difference, best = stream.references["Transformers"]
-        assert difference < 1e-5
-        assert best == stream.layer
+        found = stream.references["Transformers"]
+        assert found.difference <= found.worst < 1e-5
+        assert found.best == stream.layer
         assert stream.finite == 1.0
     named = {check.name: str(check) for check in report.checks}
     assert "same best token in 4 of 4" in named["LM head on the final state gives the logits"]
@@ -168,14 +168,21 @@ def test_implausible_scale(healthy, change, said):
 
 
 def test_rows_of_another_document(healthy):
-    """The longest document's states under the shortest's name would be cut; equal lengths would not be noticed."""
-    documents = [ids[:6] for ids in probe_documents(healthy)[1:3]]
+    """Two short documents of one length exchanged beside a long one, which hides them in a mean over all tokens."""
+    long, other = probe_documents(healthy)[1:3]
+    documents = [long, other[:1], long[:1]]
 
-    def rotate(capture):
-        return Capture(*(states[1:] + states[:1] for states in (capture.context_hidden, capture.last_hidden)))
+    def exchange(capture):
+        streams = capture.context_hidden, capture.last_hidden
+        return Capture(*([states[0], states[2], states[1]] for states in streams))
 
-    report = probe(Broken(healthy, capture=rotate), documents, [healthy.layer_states(documents)])
-    assert {"equal to Transformers", "LM head on the final state gives the logits"} <= set(failed(report))
+    report = probe(Broken(healthy, capture=exchange), documents, [healthy.layer_states(documents)])
+    assert set(failed(report)) == {"equal to Transformers", "LM head on the final state gives the logits"}
+    half = dataclasses.replace(healthy.info, dtype="bfloat16")  # whose tolerance the mean alone would meet
+    exchanged = Broken(healthy, capture=exchange)
+    exchanged.info = half
+    message = failed(probe(exchanged, documents, [healthy.layer_states(documents)]))["equal to Transformers"]
+    assert "in one document" in message
 
 
 def test_half_precision_passes_and_its_shift_does_not(folder):
