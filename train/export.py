@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from draft_jax.config import DraftConfig
+from train.evaluate.sts import STS_FILE, StsCalibration, calibration_of
 from train.export_check import FP32_PREFIX, WEIGHTS, Check, check_export
 from train.target_facts import TargetFacts
 
@@ -56,6 +57,8 @@ The accept length a server reports (`spec_accept_length`) counts the target's ow
 """
 CONFIDENCE = """The confidence head is stored in fp32, the precision it is served in; it is used only with
 `SGLANG_RAGGED_VERIFY_MODE=cap-accept` or `compact`."""
+CALIBRATED = """
+Its confidences are calibrated by `{file}`: give SGLang `--speculative-dspark-confidence-sts-path {folder}/{file}`."""
 NO_CONFIDENCE = """No confidence head was trained: do not serve this draft with `SGLANG_RAGGED_VERIFY_MODE`
 set to `cap-accept` or `compact`; the switch in config.json does not protect you there."""
 
@@ -80,6 +83,7 @@ def export(
     *,
     target_info: Any = None,
     force: bool = False,
+    calibration: StsCalibration | None = None,
 ) -> ExportReport:
     """Writes config.json, model.safetensors and README.md, audits and reloads them, then renames into place.
 
@@ -92,6 +96,7 @@ def export(
         output: folder to create. An empty one is filled.
         target_info: `TargetInfo` or `TargetFacts` of the target, to compare with; None skips those checks.
         force: replace a non-empty `output`.
+        calibration: temperatures of the confidence head, written as sts.json beside the weights.
 
     Raises:
         ExportError: the output exists, a check fails, the disk is full, or the reloaded bits differ.
@@ -107,7 +112,9 @@ def export(
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
     partial.chmod(0o755)  # mkdtemp is private; a served folder is not
     try:
-        _write(partial, tensors, config, output)
+        if calibration is not None:
+            calibration.write(partial / STS_FILE)
+        _write(partial, tensors, config, output, calibrated=calibration is not None)
         checks = check_export(partial, target_info)
         if failed := [check for check in checks if not check.ok]:
             lines = "\n".join(str(check) for check in failed)
@@ -167,8 +174,14 @@ def _serving_tensors(params: Mapping[str, Any], config: DraftConfig) -> dict[str
     return {name: np.ascontiguousarray(tensor) for name, tensor in sorted(tensors.items())}
 
 
-def _write(folder: Path, tensors: Mapping[str, np.ndarray], config: DraftConfig, output: Path) -> None:
+def _write(
+    folder: Path, tensors: Mapping[str, np.ndarray], config: DraftConfig, output: Path, *, calibrated: bool
+) -> None:
     import safetensors.numpy
+
+    confidence = CONFIDENCE if config.enable_confidence_head else NO_CONFIDENCE
+    if calibrated:
+        confidence += CALIBRATED.format(folder=output.name, file=STS_FILE)
 
     safetensors.numpy.save_file(dict(tensors), str(folder / WEIGHTS), metadata={"format": "pt"})
     (folder / WEIGHTS).chmod(0o644)
@@ -182,7 +195,7 @@ def _write(folder: Path, tensors: Mapping[str, np.ndarray], config: DraftConfig,
             taps=", ".join(map(str, config.target_layer_ids)),
             layers=config.num_target_layers,
             mask=config.mask_token_id,
-            confidence=CONFIDENCE if config.enable_confidence_head else NO_CONFIDENCE,
+            confidence=confidence,
         )
     )
     for path in (*folder.iterdir(), folder):  # on the disk before the rename makes them visible
@@ -300,13 +313,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export_command(args: argparse.Namespace) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # rounding and writing need no accelerator
     from train.evaluate.draft import load_draft
+    from train.evaluate.identity import draft_digest
 
     draft = load_draft(args.run or args.draft, args.step)
     target = args.target or draft.target
     facts = TargetFacts.from_folder(target) if target and (args.target or Path(target).is_dir()) else None
     output = args.output or Path(args.run) / "export"
     config = draft.config if facts is None else with_targets_ids(draft.config, facts)
-    report = export(draft.params, config, output, target_info=facts, force=args.force)
+    calibration, said = calibration_of(
+        Path(args.run or args.draft), draft_digest(draft.config, draft.params), config.block_size
+    )
+    report = export(draft.params, config, output, target_info=facts, force=args.force, calibration=calibration)
     print("\n".join(map(str, report.checks)))
+    if said:
+        print(said)
     print(f"exported {draft.origin} to {report.path} ({report.size / 2**20:.1f} MiB)")
     return 0

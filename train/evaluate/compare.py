@@ -15,15 +15,21 @@ from train.evaluate.bootstrap import MIN_PROMPTS, Interval, interval, prompt_wei
 from train.evaluate.result_file import NamedResult, PromptSums, ResultError, read_results
 
 #: Settings that two evaluations must share: with another one, other text is decoded or other rounds are counted.
-PROTOCOL = ("target", "temperature", "max_new_tokens", "protocol", "template", "enable_thinking", "eos_token_ids")
+PROTOCOL = (
+    "target", "temperature", "max_new_tokens", "protocol", "template", "enable_thinking", "eos_token_ids",
+    "draft_sampling", "count_overshoot",
+)  # fmt: skip
 #: Settings that may differ, but are said.
 NOTED = {
     "seed": "other random numbers",
+    "seed_by": "other random numbers",
     "target_dtype": "the target computes in another precision",
     "draft_dtype": "the draft computes in another precision",
     "confidence_threshold": "other parts of the blocks are verified: an accept length is bought with other work",
     "block_size": "other block sizes: more is proposed, and verified, per round",
 }
+#: What results say that were written before these settings existed.
+_UNSAID = {"seed_by": "prompt", "draft_sampling": "float32", "count_overshoot": False}
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def compare(baseline: NamedResult, other: NamedResult, shared_only: bool = False
     notes = [
         f"{key} differs ({_said(baseline, key)} and {_said(other, key)}): {meaning}"
         for key, meaning in NOTED.items()
-        if baseline.settings.get(key) != other.settings.get(key)
+        if _said(baseline, key) != _said(other, key)
     ]
     if left_out:
         notes.append(f"{left_out} prompt(s) that only one of the two has were left out")
@@ -119,7 +125,7 @@ def check_protocol(baseline: NamedResult, other: NamedResult) -> None:
 
 
 def _said(item: NamedResult, key: str) -> Any:
-    return item.settings.get(key)
+    return item.settings.get(key, _UNSAID.get(key))
 
 
 def _paired(baseline: NamedResult, other: NamedResult, shared_only: bool) -> tuple[PromptSums, PromptSums, int]:

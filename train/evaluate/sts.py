@@ -90,6 +90,30 @@ def read_sts(path: str | Path, block_size: int) -> StsCalibration:
     return found
 
 
+def calibration_of(folder: Path, draft_digest: str, block_size: int) -> tuple[StsCalibration | None, str]:
+    """The calibration that lies in a run's or a draft's folder, if it belongs to this very draft.
+
+    Args:
+        folder: where `sts.json` may lie.
+        draft_digest: of the draft that is to be served (`identity.draft_digest`).
+        block_size: of that draft.
+
+    Returns:
+        The calibration or None, and a sentence on what was found; empty when there is no file.
+
+    Raises:
+        ValueError: there is a file, and it is no calibration for this block size.
+    """
+    path = folder / STS_FILE
+    if not path.is_file():
+        return None, ""
+    found = read_sts(path, block_size)
+    if found.draft_digest != draft_digest:
+        whose = "another draft or step" if found.draft_digest else "a draft it does not name"
+        return None, f"{path} was fitted for {whose}: left out. Evaluate this draft and run draft-jax calibrate"
+    return found, f"{path}: fitted on {found.dataset}, included"
+
+
 def fit_temperatures(data: ConfidenceData, objective: Objective = "nll", min_count: int = 100) -> list[float]:
     """Fits the temperatures of all slots, left to right.
 

@@ -13,7 +13,7 @@ from train.evaluate.bootstrap import MIN_PROMPTS, Interval, prompt_weights, rati
 from train.evaluate.compare import compare
 from train.evaluate.result_file import NamedResult, PromptSums, ResultError
 from train.report.charts import Bars, Line, bar_chart, line_chart
-from train.report.tables import html_table
+from train.report.tables import html_table, with_conclusions
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _by_task(made: Sequence[Figures]) -> str:
         for f in made
     ]
     chart = bar_chart("Accept length by task", "tokens per round", names, groups)
-    return _chart(chart, [conclude_tasks(f) for f in made])
+    return with_conclusions(chart, [conclude_tasks(f) for f in made])
 
 
 def conclude_tasks(found: Figures) -> str:
@@ -183,7 +183,7 @@ def _slots(made: Sequence[Figures], key: str, title: str, conclude: Callable[[Fi
             )
         )
     chart = line_chart(title, "slot k of the block", "share of rounds", lines, limits=(0.0, 1.0), markers=True)
-    return _chart(chart, [conclude(f) for f in made])
+    return with_conclusions(chart, [conclude(f) for f in made])
 
 
 def conclude_conditional(found: Figures) -> str:
@@ -222,7 +222,3 @@ def _interval_note(made: Sequence[Figures]) -> str:
         "Bars on points are 95 % intervals: prompts drawn again 2000 times, within their task. None is shown for fewer "
         f"than {MIN_PROMPTS} prompts."
     )
-
-
-def _chart(chart: str, sentences: Sequence[str]) -> str:
-    return f'<div class="chart">{chart}<p class="conclusion">{html.escape(" ".join(sentences))}</p></div>'

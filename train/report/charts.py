@@ -56,16 +56,27 @@ def line_chart(
     limits: tuple[float, float] | None = None,
     markers: bool = False,
     diagonal: bool = False,
+    smooth: bool = False,
 ) -> str:
-    """Lines over a common axis. `diagonal` draws where y equals x."""
+    """Lines over a common axis.
+
+    Args:
+        diagonal: draw where y equals x, both axes from 0 to 1.
+        smooth: of lines with many points, draw the running mean, and the points faintly behind it.
+    """
 
     def draw(axes: Axes) -> None:
         if diagonal:
             axes.plot([0, 1], [0, 1], color=_INK, linewidth=0.8, linestyle=":", label="as predicted")
         for index, line in enumerate(lines):
             colour = _SERIES[index % len(_SERIES)]
+            window = len(line.y) // 30 if smooth else 0
+            y = list(line.y)
+            if window > 1:
+                axes.plot(line.x, y, color=colour, linewidth=0.6, alpha=0.35)
+                y = _running_mean(y, window)
             axes.plot(
-                line.x, line.y, label=line.name, color=colour, linewidth=1.6, markersize=4,
+                line.x, y, label=line.name, color=colour, linewidth=1.6, markersize=4,
                 marker=_MARKERS[index % len(_MARKERS)] if markers or len(line.x) == 1 else None,
             )  # fmt: skip
             spans = [
@@ -84,6 +95,8 @@ def line_chart(
         axes.set_ylabel(y_label)
         if limits:
             axes.set_ylim(*limits)
+        if diagonal:
+            axes.set_xlim(0.0, 1.0)
         if markers and not diagonal:
             from matplotlib.ticker import MaxNLocator
 
@@ -134,6 +147,11 @@ def _legend(axes: Axes) -> None:
         loc="lower left", bbox_to_anchor=(0, 1), ncols=min(count, 3), frameon=False, fontsize=8.5, borderaxespad=0.2,
         handlelength=1.4, columnspacing=1.0,
     )  # fmt: skip
+
+
+def _running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and of those before it, `window` at most."""
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
 def _not_negative(values: Sequence[float]) -> list[float]:

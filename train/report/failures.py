@@ -10,6 +10,7 @@ from train.evaluate.result_file import NamedResult
 from train.report.attempts import Attempt, Group, attempts, by_context, by_kind, by_token, kind_intervals, stretches
 from train.report.charts import Bars, bar_chart
 from train.report.outputs import legend, piece, token_kinds
+from train.report.tables import with_conclusions
 
 #: Rows of a table, stretches shown, and tokens of context before one.
 _ROWS, _STRETCHES, _BEFORE = 12, 5, 40
@@ -56,7 +57,7 @@ def _kinds(told: Sequence[NamedResult], seen: dict[str, list[Attempt]]) -> str:
         groups.append(Bars(item.name, [v.value for v in values], [v.low for v in values], [v.high for v in values]))
         sentences.append(conclude(item.name, by_kind(seen[item.name])))
     chart = bar_chart("Acceptance by kind of token", "share of tries accepted", names, groups)
-    return f'<div class="chart">{chart}<p class="conclusion">{html.escape(" ".join(sentences))}</p></div>'
+    return with_conclusions(chart, sentences)
 
 
 def conclude(name: str, groups: Sequence[Group]) -> str:

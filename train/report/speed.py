@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.evaluate.result_file import NamedResult
 from train.report.charts import Bars, bar_chart
-from train.report.tables import html_table
+from train.report.tables import html_table, with_conclusions
 
 #: Parts of the time with a draft, as `Seconds` has them.
 _PARTS = {
@@ -42,11 +41,10 @@ def speed_section(evaluations: Sequence[NamedResult]) -> list[str]:
         [Bars(words, [100 * _share(item.result, part) for item in timed]) for part, words in _PARTS.items()],
         stacked=True,
     )
-    sentences = html.escape(" ".join(conclude(item) for item in timed))
     return [
         "<h2>Speed</h2>",
         html_table([("", *names), *rows]),
-        f'<div class="chart">{chart}<p class="conclusion">{sentences}</p></div>',
+        with_conclusions(chart, [conclude(item) for item in timed]),
         '<p class="note">Of this machine and harness; a server batches, schedules and overlaps differently, so only '
         "accept lengths carry over.</p>",
     ]

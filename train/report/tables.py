@@ -64,3 +64,9 @@ def cell(value: Any) -> str:
     if isinstance(value, Interval):
         return cell(value.value) + ("" if value.low is None else f" [{value.low:.3f}, {value.high:.3f}]")
     return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def with_conclusions(chart: str, sentences: Sequence[str]) -> str:
+    """A chart and what to conclude from it, a paragraph a sentence."""
+    said = "".join(f'<p class="conclusion">{html.escape(sentence)}</p>' for sentence in sentences)
+    return f'<div class="chart">{chart}{said}</div>'

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from train.report.charts import Line, line_chart
+from train.report.tables import with_conclusions
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -32,9 +32,8 @@ def training_section(training: Rows | Mapping[str, Rows]) -> list[str]:
             lines.append(Line(name or "run", [step for step, _ in points], [value for _, value in points]))
             sentences.append(conclude(points, more_is_better, name))
         if lines:
-            chart = line_chart(title, "optimizer step", unit, lines, markers=key.startswith("eval/"))
-            text = html.escape(" ".join(sentences))
-            charts.append(f'<div class="chart">{chart}<p class="conclusion">{text}</p></div>')
+            chart = line_chart(title, "optimizer step", unit, lines, markers=key.startswith("eval/"), smooth=True)
+            charts.append(with_conclusions(chart, sentences))
     return ["<h2>Training</h2>", '<div class="charts">', *charts, "</div>"] if charts else []
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 from train.evaluate.calibrate import THRESHOLDS, advice
-from train.evaluate.confidence import ConfidenceData, ConfidenceError, SlotCalibration, calibration, collect, survival
-from train.evaluate.confidence import sigmoid as sigmoid_of
+from train.evaluate.confidence import (
+    ConfidenceData,
+    ConfidenceError,
+    Reliability,
+    SlotCalibration,
+    calibration,
+    collect,
+    sigmoid,
+    survival,
+)
 from train.evaluate.result_file import NamedResult
 from train.evaluate.sts import SweepPoint, sweep
 from train.report.charts import Line, line_chart
-from train.report.tables import html_table
+from train.report.tables import html_table, with_conclusions
 
 #: Above this mean calibration error a calibration is advised.
 _POOR = 0.03
+#: Bins with fewer predictions are not drawn: their share says nothing.
+_MIN_BIN = 20
 
 
 def trust_section(evaluations: Sequence[NamedResult]) -> list[str]:
@@ -32,16 +41,12 @@ def trust_section(evaluations: Sequence[NamedResult]) -> list[str]:
 def _one(name: str, data: ConfidenceData) -> list[str]:
     slots = calibration(data, survival(data.logits))
     shown = sorted({0, len(slots) // 2, len(slots) - 1})
-    lines = [
-        Line(f"slots 0..{k}", slots[k].reliability.predicted, slots[k].reliability.observed)
-        for k in shown
-        if slots[k].count
-    ]
+    lines = [_line(f"slots 0..{k}", slots[k].reliability) for k in shown if slots[k].count]
     reliability = line_chart(
         f"{name}: predicted and actual survival", "predicted chance that the prefix is accepted", "share accepted",
         lines, limits=(0.0, 1.0), markers=True, diagonal=True,
     )  # fmt: skip
-    points = sweep(data, sigmoid_of(data.logits), THRESHOLDS)
+    points = sweep(data, sigmoid(data.logits), THRESHOLDS)
     trade = line_chart(
         f"{name}: what a confidence threshold trades", "tokens verified per round", "accept length [tokens per round]",
         [Line("thresholds 0.9 (left) to 0", [p.verified for p in points], [p.accept_length for p in points])],
@@ -52,16 +57,26 @@ def _one(name: str, data: ConfidenceData) -> list[str]:
     ]
     return [
         '<div class="charts">',
-        f'<div class="chart">{reliability}<p class="conclusion">{html.escape(conclude(name, slots))}</p></div>',
-        f'<div class="chart">{trade}<p class="conclusion">{html.escape(advice(points))}</p></div>',
+        with_conclusions(reliability, [conclude(name, slots)]),
+        with_conclusions(trade, [advice(points)]),
         "</div>",
         "<details><summary>Figures by slot and by threshold</summary>",
         html_table([("survival to slot", "rounds", "predicted", "accepted", "ECE", "AUROC", "Brier"), *rows]),
         html_table([("threshold", "accept length", "verified", "share used"), *map(_row, points)]),
         "</details>",
         '<p class="note">On the product of the confidences up to a slot, against what happened to the sampled tokens; '
-        "thresholds are estimated from the same rounds.</p>",
+        f"thresholds are estimated from the same rounds. Bins of fewer than {_MIN_BIN} predictions are not drawn.</p>",
     ]
+
+
+def _line(name: str, found: Reliability) -> Line:
+    """The bins with enough predictions to have a share."""
+    points = [
+        (predicted, observed)
+        for predicted, observed, count in zip(found.predicted, found.observed, found.counts)
+        if count >= _MIN_BIN
+    ]
+    return Line(name, [x for x, _ in points], [y for _, y in points])
 
 
 def _row(point: SweepPoint) -> tuple[float, ...]:

@@ -84,7 +84,7 @@ def test_few_prompts_say_nothing():
 @pytest.mark.parametrize(
     ("key", "value"),
     [("temperature", 0.0), ("max_new_tokens", 2048), ("target", "llama"), ("protocol", "deepspec"),
-     ("template", "chatml")],
+     ("template", "chatml"), ("draft_sampling", "bfloat16"), ("count_overshoot", True)],
 )  # fmt: skip
 def test_other_protocols_are_refused_by_name(baseline, key, value):
     other = named("B", made_result(seed=2, prompts=60, **{key: value}))
@@ -94,6 +94,8 @@ def test_other_protocols_are_refused_by_name(baseline, key, value):
 
 def test_the_same_target_elsewhere_is_the_same(baseline):
     compare(baseline, named("B", made_result(prompts=60, target="/somewhere/Smol")))
+    said = made_result(prompts=60, draft_sampling="float32", count_overshoot=False, seed_by="prompt")
+    assert compare(baseline, named("B", said)).notes == (), "what an older result leaves unsaid are the defaults"
 
 
 def test_other_prompts_are_refused_or_left_out(baseline):
