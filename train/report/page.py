@@ -51,7 +51,9 @@ table { border-collapse: collapse; font-size: .92rem; }
 th, td { padding: .22rem .8rem .22rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   overflow-wrap: normal; }
 th { text-align: left; font-weight: 600; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th.number { white-space: normal; }
+td:first-child { min-width: 8.5rem; } small { color: var(--soft); font-size: .82em; }
 td.words { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 11rem; }
 .sample { white-space: pre-wrap; border: 1px solid var(--line); border-radius: 6px; padding: .6rem .7rem;
   margin: .6rem 0; }

@@ -8,6 +8,8 @@ from typing import Any
 
 from train.evaluate.bootstrap import Interval
 
+_NUMBER = ' class="number"'
+
 
 def terminal_table(rows: Sequence[Sequence[Any]]) -> str:
     """Lines up `rows` in columns; the first row is the header. Numbers go right, words go left.
@@ -42,19 +44,25 @@ def terminal_table(rows: Sequence[Sequence[Any]]) -> str:
 
 def html_table(rows: Sequence[Sequence[Any]], header: bool = True) -> str:
     """Rows as an HTML table that scrolls by itself where it is too wide; what others wrote is escaped."""
-    out = ['<div class="wide"><table>']
-    if header:
-        out.append("<thead><tr>" + "".join(f"<th>{html.escape(cell(value))}</th>" for value in rows[0]))
-        out.append("</tr></thead>")
-    for row in rows[1:]:
+    numeric = [
+        column > 0 and all(isinstance(row[column], int | float | Interval | None) for row in rows[1:])
+        for column in range(len(rows[0]))
+    ]
+
+    def line(kind: str, values: Sequence[Any]) -> str:
         cells = (
-            f'<td class="number">{html.escape(cell(value))}</td>'
-            if isinstance(value, int | float | Interval | None) and index
-            else f"<td>{html.escape(cell(value))}</td>"
-            for index, value in enumerate(row)
+            f"<{kind}{_NUMBER if right else ''}>{_html_cell(value)}</{kind}>" for value, right in zip(values, numeric)
         )
-        out.append("<tr>" + "".join(cells) + "</tr>")
-    return "".join([*out, "</table></div>"])
+        return f"<tr>{''.join(cells)}</tr>"
+
+    head = f"<thead>{line('th', rows[0])}</thead>" if header else ""
+    return f'<div class="wide"><table>{head}{"".join(line("td", row) for row in rows[1:])}</table></div>'
+
+
+def _html_cell(value: Any) -> str:
+    if isinstance(value, Interval) and value.low is not None:
+        return f"{cell(value.value)}<br><small>{value.low:.3f} to {value.high:.3f}</small>"
+    return html.escape(cell(value))
 
 
 def cell(value: Any) -> str:

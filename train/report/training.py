@@ -47,18 +47,17 @@ def conclude(points: Sequence[tuple[float, float]], more_is_better: bool, name: 
 
     The last fifth of the points is compared with the fifth before it, in units of their own scatter.
     """
-    of = f"{name}: " if name else ""
+    begin = f"{name}: from" if name else "From"
     values = [value for _, value in points]
     if len(values) < 10:
         best = (max if more_is_better else min)(points, key=lambda point: point[1])
-        moved = f"from {values[0]:.3f} to {values[-1]:.3f}" if len(values) > 1 else f"{values[0]:.3f}"
-        return f"{of}{moved}; the best value, {best[1]:.3f}, at step {best[0]:g}."
+        return f"{begin} {values[0]:.3f} to {values[-1]:.3f}; the best value, {best[1]:.3f}, at step {best[0]:g}."
     fifth = max(2, len(values) // 5)
     last, before = values[-fifth:], values[-2 * fifth : -fifth]
     change = statistics.fmean(last) - statistics.fmean(before)
     noise = (statistics.variance(last) / fifth + statistics.variance(before) / fifth) ** 0.5
     start = statistics.fmean(values[:fifth])
-    moved = f"{of}from {start:.3f} (mean of the first fifth) to {statistics.fmean(last):.3f} (of the last)"
+    moved = f"{begin} {start:.3f} (mean of the first fifth) to {statistics.fmean(last):.3f} (of the last)"
     if abs(change) <= 2 * noise:
         return f"{moved}; level at the end: the last fifth differs from the one before by no more than noise."
     if (change > 0) == more_is_better:

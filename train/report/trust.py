@@ -35,13 +35,20 @@ def trust_section(evaluations: Sequence[NamedResult]) -> list[str]:
         except (ConfidenceError, KeyError):
             continue  # no such head, or no samples: there is nothing to show, and nothing is wrong
         out += _one(item.name, data)
-    return ["<h2>Confidence</h2>", *out] if out else []
+    if not out:
+        return []
+    note = (
+        '<p class="note">Survival is the product of the confidences up to a slot, against what happened to the sampled '
+        f"tokens; bins of fewer than {_MIN_BIN} predictions are not drawn. Thresholds are estimated from the same "
+        "rounds.</p>"
+    )
+    return ["<h2>Confidence</h2>", *out, note]
 
 
 def _one(name: str, data: ConfidenceData) -> list[str]:
     slots = calibration(data, survival(data.logits))
     shown = sorted({0, len(slots) // 2, len(slots) - 1})
-    lines = [_line(f"slots 0..{k}", slots[k].reliability) for k in shown if slots[k].count]
+    lines = [_line(f"slots 0..{k}" if k else "slot 0", slots[k].reliability) for k in shown if slots[k].count]
     reliability = line_chart(
         f"{name}: predicted and actual survival", "predicted chance that the prefix is accepted", "share accepted",
         lines, limits=(0.0, 1.0), markers=True, diagonal=True,
@@ -64,8 +71,6 @@ def _one(name: str, data: ConfidenceData) -> list[str]:
         html_table([("survival to slot", "rounds", "predicted", "accepted", "ECE", "AUROC", "Brier"), *rows]),
         html_table([("threshold", "accept length", "verified", "share used"), *map(_row, points)]),
         "</details>",
-        '<p class="note">On the product of the confidences up to a slot, against what happened to the sampled tokens; '
-        f"thresholds are estimated from the same rounds. Bins of fewer than {_MIN_BIN} predictions are not drawn.</p>",
     ]
 
 

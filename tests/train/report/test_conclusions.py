@@ -78,7 +78,7 @@ def test_training_curves():
     assert "level at the end" in training.conclude(level, True, "run")
     assert training.conclude(level, True, "run").startswith("run: from 2.000")
     few = [(10, 1.5), (20, 2.5), (30, 2.0)]
-    assert training.conclude(few, True) == "from 1.500 to 2.000; the best value, 2.500, at step 20."
+    assert training.conclude(few, True) == "From 1.500 to 2.000; the best value, 2.500, at step 20."
     rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": float("inf")}, {"loss": 3.0}, {"step": 4, "loss": "x"}]
     assert training.curve(rows, "loss") == [(1, 1.0)]
 
