@@ -244,7 +244,8 @@ class Agreement:
         """Compares the ids of a row, if it is the first of its kind.
 
         A row whose text does not begin with the template's own rendering (see ServedTurns) has none to be compared
-        with, nor has one with the date of today in it. A stop token that was appended is left out.
+        with, nor has one with the date of today in it, nor one with a content that must be null, which
+        `apply_chat_template` takes away. A stop token that was appended is left out.
 
         Raises:
             TemplateError: `apply_chat_template` gives other ids.
@@ -257,13 +258,15 @@ class Agreement:
         )
         if not self._own.exists() or not row.text.startswith(row.rendered):
             return
-        if self._own.of(conversation.tools).reads_clock:
+        own = self._own.of(conversation.tools)
+        messages = own.messages_for(row.messages)
+        if own.reads_clock or any(message["content"] is None for message in messages):
             return
         if not self._every_id and (kind in self._kinds or len(self._kinds) >= self.MAX_ID_CHECKS):
             return
         self._kinds.add(kind)
         expected = self._tokenizer.apply_chat_template(
-            self._own.of(conversation.tools).messages_for(row.messages),
+            messages,
             tools=conversation.tools,
             tokenize=True,
             return_dict=True,

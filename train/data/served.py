@@ -219,7 +219,9 @@ class ServedTurns:
     def _check_calls(self, message: Message, body: str) -> None:
         """Refuses a turn whose tool calls are not all in what the template renders of it."""
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        lost = sorted({name for name in names if body.count(name) < names.count(name)})
+        lost = sorted(
+            name for name in set(names) if len(re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", body)) < names.count(name)
+        )
         if lost:
             raise RowRefused("tool calls that the template leaves out", f"of {', '.join(lost)}")
 
