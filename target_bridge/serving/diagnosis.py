@@ -10,6 +10,7 @@ from pathlib import Path
 TAIL_LINES = 25
 #: Bytes of the log searched for a known cause.
 SEARCHED_BYTES = 64 * 1024
+TRACEBACK = "Traceback (most recent call last)"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ REMEDIES = (
         "--attention-backend triton",
     ),
     _remedy(
-        r"CUDA out of memory|OutOfMemoryError|Not enough memory|not enough GPU memory|mem[-_]fraction[-_]static",
+        r"CUDA out of memory|OutOfMemoryError|Not enough memory|not enough GPU memory",
         "the GPU's memory does not suffice",
         "free the GPU, or lower --server-memory or --concurrency",
     ),
@@ -108,10 +109,24 @@ REMEDIES = (
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log, indented; a sentence when there are none."""
-    text = _end_of(log)
-    kept = [f"  | {line}" for line in text.splitlines() if line.strip()][-lines:]
-    return "\n".join(kept) if kept else "  (the server wrote no log)"
+    """The last lines of a log, indented; a sentence when there are none.
+
+    When an error was traced, its end and its message are shown first: what a dying server says afterwards would
+    push them out.
+    """
+    kept = [line for line in _end_of(log).splitlines() if line.strip()]
+    traces = [index for index, line in enumerate(kept) if line.lstrip().startswith(TRACEBACK)]
+    if traces:
+        message = next(
+            (i for i in range(traces[-1] + 1, len(kept)) if not kept[i].startswith((" ", "\t"))), len(kept) - 1
+        )
+        error, after = kept[: message + 1][-lines:], kept[message + 1 :]
+        left = max(0, lines - len(error))
+        skipped = [f"... {len(after) - left} more line(s)"] if len(after) > left else []
+        kept = [*error, *after[:left], *skipped]
+    else:
+        kept = kept[-lines:]
+    return "\n".join(f"  | {line}" for line in kept) if kept else "  (the server wrote no log)"
 
 
 def diagnose(log: Path, exit_code: int | None, message: str = "") -> Remedy | None:
@@ -122,13 +137,19 @@ def diagnose(log: Path, exit_code: int | None, message: str = "") -> Remedy | No
         exit_code: of its process, negative for a signal; None while it runs.
         message: the error it reported itself; searched first, since a log also holds harmless warnings.
     """
-    for text in (message, _end_of(log)):
+    for text in (message, _after_first_traceback(_end_of(log))):
         for remedy in REMEDIES:
             if remedy.pattern.search(text):
                 return remedy
-    if exit_code == -9:
+    if exit_code == -9 and TRACEBACK not in _end_of(log):  # after an error SGLang kills its own processes
         return _remedy("", "the server was killed, most likely by the system for want of memory", "free host memory")
     return None
+
+
+def _after_first_traceback(text: str) -> str:
+    """What was said from the first error on: before it, a log lists every server argument by name."""
+    place = text.find(TRACEBACK)
+    return text if place < 0 else text[place:]
 
 
 def _end_of(log: Path) -> str:

@@ -27,7 +27,13 @@ PROGRAM = Path(__file__).with_name("engine_process.py")
 NEUTRAL = {"SGLANG_RAGGED_VERIFY_MODE": "static"}
 REMOVED = ("SGLANG_SIMULATE_ACC_LEN", "SGLANG_SIMULATE_ACC_METHOD", "SGLANG_DSPARK_USE_GREEDY_DRAFT")
 #: Set unless the caller's environment says otherwise.
-DEFAULTS = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+DEFAULTS = {
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",  # a crash would wait more than a minute for dumps
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 class ServerFailure(RuntimeError):

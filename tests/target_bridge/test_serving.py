@@ -214,6 +214,27 @@ def test_deadlines_are_positive():
         Deadlines(start=0)
 
 
+def test_a_cause_is_read_from_the_error_not_from_the_list_of_arguments(tmp_path):
+    """As seen: a scheduler's log begins with all server arguments, whose names occur in known errors."""
+    log = tmp_path / "log"
+    arguments = "server_args=ServerArgs(mem_fraction_static=None, speculative_algorithm='DSPARK', markov_rank=1)"
+    log.write_text(f"{arguments}\nTraceback (most recent call last):\nNotImplementedError: some_kernel\n")
+    assert diagnose(log, 1) is None
+    log.write_text(f"{arguments}\nTraceback (most recent call last):\nValueError: Not enough memory. Please ...\n")
+    assert "--server-memory" in diagnose(log, 1).action
+
+
+def test_an_error_is_shown_although_the_dying_server_talks_on(tmp_path):
+    log = tmp_path / "log"
+    frames = "".join(f'  File "x.py", line {i}, in f\n    g({i})\n' for i in range(40))
+    log.write_text(f"begin\nTraceback (most recent call last):\n{frames}RuntimeError: the cause\n" + "waiting\n" * 60)
+    shown = log_tail(log, lines=10).splitlines()
+    assert shown[9] == "  | RuntimeError: the cause"
+    assert shown[10] == "  | ... 60 more line(s)"
+    assert len(shown) == 11
+    assert diagnose(log, -9) is None, "it killed itself: that is no want of memory"
+
+
 def test_unknown_causes_are_not_invented(tmp_path):
     log = tmp_path / "log"
     log.write_text("INFO: all is well\n")

@@ -63,7 +63,7 @@ draft() {
 smoke() { python3 tools/h200/serve_smoke.py "$TARGET" $W/deepspec "${SERVER[@]}" --output $W/smoke 2> >(tee $W/smoke.log >&2) | tee "$OUT/smoke.json"; step smoke; }
 offline() { # NAME DRAFT LIMIT TEMPERATURE
   python3 -m train.cli eval --draft "$2" --target "$TARGET" --prompts $W/data/held_out.jsonl --limit "$3" --no-plain \
-    --temperature "$4" --memory-fraction 0.15 --output "$W/$1_t$4.json" ${EVAL_ARGS:-} > "$W/$1_t$4.log" 2>&1 || { tail -5 "$W/$1_t$4.log"; return 1; }
+    --dtype bfloat16 --temperature "$4" --memory-fraction 0.15 --output "$W/$1_t$4.json" ${EVAL_ARGS:-} > "$W/$1_t$4.log" 2>&1 || { tail -5 "$W/$1_t$4.log"; return 1; }
   step "offline_$1_t$4" "\"accept_length\": $(python3 -c "import json; print(json.load(open('$W/$1_t$4.json'))['accept_length'])")"
 }
 served() { # NAME DRAFT LIMIT

@@ -13,7 +13,7 @@ from draft_jax.config import DraftConfig
 from target_bridge.serving.server import EngineServer, ServerSettings
 from train.serve_check.comparison import Comparison, compare_outputs, with_margins
 from train.serve_check.config import ServeConfig
-from train.serve_check.offline import Asked, OfflineResult
+from train.serve_check.offline import DTYPE, Asked, OfflineResult
 from train.serve_check.serving import ServedPass, margins, serve_pass
 
 #: Tokens kept free at the end of the context beside the verify window, which SGLang writes ahead.
@@ -53,7 +53,7 @@ def run(
         ServerFailure, AccountingError: see there.
     """
     first = next(iter(offline.values()))
-    eos, dtype = [int(token) for token in first.settings["eos_token_ids"]], first.settings["target_dtype"]
+    eos = [int(token) for token in first.settings["eos_token_ids"]]
     context = asked.longest + check.draft.block_size + 1 + SLACK
     environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if Path(check.target).is_dir() else {}
     facts: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def run(
     def serve(name: str, draft: str | None) -> EngineServer:
         print(f"starting SGLang {name}", file=sys.stderr)
         engine = config.engine(
-            check.target, dtype, context, draft=draft, block_size=check.draft.block_size, trust=trust
+            check.target, DTYPE, context, draft=draft, block_size=check.draft.block_size, trust=trust
         )
         log = check.output / f"server_{name.replace(' ', '_')}.log"
         return EngineServer(

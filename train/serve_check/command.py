@@ -42,7 +42,6 @@ def parser() -> argparse.ArgumentParser:
     add("--offline", nargs="+", default=[], metavar="JSON", help="results of draft-jax eval, instead of running it")
     add("--bridge", help="target of the offline evaluation, as in draft-jax eval")
     add("--device", default="auto", help="of the offline evaluation: auto, cpu, cuda (default: auto)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of both sides (default: auto)")
     add(
         "--eval-arg",
         action="append",
@@ -199,9 +198,11 @@ def _offline(args: argparse.Namespace, config: ServeConfig, check: Check) -> dic
 
 
 def _eval_arguments(args: argparse.Namespace, check: Check) -> list[str]:
+    from train.serve_check.offline import DTYPE
+
     arguments = [
         "--draft", str(check.folder), "--target", check.target, "--max-new-tokens", str(args.max_new_tokens),
-        "--template", args.template, "--device", args.device, "--dtype", args.dtype, "--seed", str(args.seed),
+        "--template", args.template, "--device", args.device, "--dtype", DTYPE, "--seed", str(args.seed),
     ]  # fmt: skip
     for option in ("prompts", "limit", "max_context", "bridge"):
         if (value := getattr(args, option)) is not None:

@@ -141,7 +141,7 @@ class Comparison:
             return None
         text = (
             f"served accept length {statistics.accept_length:.3f} is {difference:+.1%} off the offline "
-            f"{self.offline_accept_length:.3f}; {self.tolerance:.0%} are allowed"
+            f"{self.offline_accept_length:.3f}; {self.tolerance * 100:g} % are allowed"
         )
         noise = self.relative_error
         if noise is not None and abs(difference) <= 2 * noise:

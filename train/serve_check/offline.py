@@ -21,6 +21,9 @@ from train.evaluate.identity import prompts_digest
 from train.evaluate.tasks import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
+#: The only dtype stock SGLang serves a DSpark draft in: its model runner casts a draft's input embeddings to bfloat16
+#: (model_executor/model_runner.py, 0.5.16 and 0.5.23), and float32 weights then refuse them.
+DTYPE = "bfloat16"
 
 
 class OfflineMismatch(ValueError):
@@ -196,6 +199,11 @@ def check_same(
     if settings.get("confidence_threshold"):
         wrong.append(
             f"confidence_threshold {settings['confidence_threshold']}: the server proposes whole blocks, give 0"
+        )
+    if settings["target_dtype"] != DTYPE or settings["draft_dtype"] != DTYPE:
+        wrong.append(
+            f"target in {settings['target_dtype']}, draft in {settings['draft_dtype']}: SGLang serves DSpark drafts in "
+            f"{DTYPE} only, evaluate with --dtype {DTYPE}"
         )
     if settings["block_size"] != config.block_size:
         wrong.append(f"block_size {settings['block_size']}, the draft has {config.block_size}")

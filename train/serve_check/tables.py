@@ -29,7 +29,7 @@ def comparison_text(comparison: Comparison) -> str:
     if past_stop:
         lines += ["", f"{past_stop} token(s) served past a stop id were cut, as no evaluation counts them"]
     problem = comparison.problem
-    verdict = f"agrees within {comparison.tolerance:.0%}" if problem is None else f"DIFFERS: {problem}"
+    verdict = f"agrees within {comparison.tolerance * 100:g} %" if problem is None else f"DIFFERS: {problem}"
     return "\n".join([*lines, "", verdict])
 
 
