@@ -133,6 +133,7 @@ def _overview(evaluations: Sequence[NamedResult], made: Sequence[Figures]) -> st
         ("share of verified positions that became output", [e.result.get("verify_rate") for e in evaluations]),
         ("tokens generated", [e.result.get("tokens") for e in evaluations]),
         ("prompts evaluated", [e.result.get("prompts") for e in evaluations]),
+        ("prompts not yet evaluated", [e.result.get("missing") or 0 for e in evaluations]),
         ("prompts refused", [len(e.result.get("refusals") or ()) for e in evaluations]),
         ("equal to plain greedy decoding (prompts)", [e.result.get("identical_to_plain") for e in evaluations]),
     ]

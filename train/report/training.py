@@ -15,7 +15,7 @@ Rows = Sequence[Mapping[str, Any]]
 _CURVES = {
     "loss": ("Loss", "loss [nats, weighted]", False),
     "tau_probabilistic": ("Expected accept length on training text (tau)", "tokens per round", True),
-    "eval/accept_length": ("Accept length on held-out prompts, exact", "tokens per round", True),
+    "accept_length": ("Accept length on held-out prompts, exact", "tokens per round", True),
 }
 
 
@@ -32,14 +32,16 @@ def training_section(training: Rows | Mapping[str, Rows]) -> list[str]:
             lines.append(Line(name or "run", [step for step, _ in points], [value for _, value in points]))
             sentences.append(conclude(points, more_is_better, name))
         if lines:
-            chart = line_chart(title, "optimizer step", unit, lines, markers=key.startswith("eval/"), smooth=True)
+            chart = line_chart(title, "optimizer step", unit, lines, markers=key == "accept_length", smooth=True)
             charts.append(with_conclusions(chart, sentences))
     return ["<h2>Training</h2>", '<div class="charts">', *charts, "</div>"] if charts else []
 
 
 def curve(rows: Rows, key: str) -> list[tuple[float, float]]:
-    """(step, value) of the rows that have both, finite."""
-    return [(row["step"], row[key]) for row in rows if finite(row.get("step")) and finite(row.get(key))]
+    """(step, value) of the rows that have both, finite; an evaluation's step is the one it was made at."""
+    at = "eval_step" if key == "accept_length" else "step"
+    found: list[tuple[Any, Any]] = [(row.get(at, row.get("step")), row.get(key)) for row in rows]
+    return [(step, value) for step, value in found if finite(step) and finite(value)]
 
 
 def conclude(points: Sequence[tuple[float, float]], more_is_better: bool, name: str = "") -> str:

@@ -15,7 +15,7 @@ def run(tmp_path):
     folder = tmp_path / "run-a"
     folder.mkdir()
     rows = [{"step": i, "loss": 2.0 - i / 50, "tau_probabilistic": 1 + i / 50} for i in range(1, 30)]
-    rows.append({"step": 29, "eval/accept_length": 1.9})
+    rows.append({"step": 29, "eval_step": 28, "accept_length": 1.9})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 30, "lo')
     (folder / "config.yaml").write_text("draft:\n  layers: 1\n")
     for number, name in enumerate(("step-9_t1", "step-29_t1")):
@@ -32,6 +32,7 @@ def test_a_run(run, capsys):
     assert "Draft report: run-a" in page
     assert "Accept length on held-out prompts, exact" in page
     assert "step-29_t1 and step-9_t1 differ by" in page, "the older evaluation is the baseline"
+    assert "the best value, 1.900, at step 28" in page
     assert "layers: 1" in page
 
 
