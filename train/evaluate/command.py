@@ -65,6 +65,14 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="randomness of a prompt = this and the prompt's id (default: 980406)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on a GPU, float32 on a CPU")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add("--bridge", choices=("hf", "sglang"), help="what runs the target (default: as the run did, else hf)")
+    add(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the SGLang engine, e.g. page_size=16; may be repeated (docs/sglang.md)",
+    )
     add("--max-context", type=int, help="refuse prompts, and stop outputs, beyond so many tokens")
     add("--template", help="chat template: auto (the tokenizer's own), or as data.template")
     add(
@@ -94,7 +102,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     draft = load_draft(args.draft, args.step)
     options = eval_options(args, draft.run_config)
-    target = _load_target(args, draft, options)
+    from train.evaluate.target import close_target, load_eval_target
+
+    target = load_eval_target(
+        draft,
+        options,
+        name=args.target,
+        bridge=args.bridge,
+        engine=args.engine,
+        device=args.device,
+        trust_remote_code=args.trust_remote_code,
+    )
+    try:
+        return _evaluate(args, draft, options, target)
+    finally:
+        close_target(target)
+
+
+def _evaluate(args: argparse.Namespace, draft: LoadedDraft, options: EvalConfig, target: Target) -> int:
     _check_stored_head(draft, target, Path(args.draft))
 
     from train.evaluate.identity import draft_digest
@@ -172,33 +197,6 @@ def _prepare(device: str, memory_fraction: float) -> None:
     prepare_environment(memory_fraction)
     if device == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-
-def _load_target(args: argparse.Namespace, draft: LoadedDraft, options: EvalConfig) -> Target:
-    import jax
-
-    from target_bridge.hf import load_hf_target
-
-    name = args.target or draft.target
-    if not name:
-        raise ValueError(f"{args.draft} does not say which target it was made for; name it with --target")
-    platform, device = jax.default_backend(), args.device
-    if device == "auto":
-        device = "cpu" if platform == "cpu" else "cuda"
-    if device.startswith("cuda") and platform == "cpu":
-        raise ValueError(
-            f"--device {device}, but JAX {jax.__version__} sees no GPU here: install draft-jax[cuda13], "
-            "or give --device cpu"
-        )
-    settings = (draft.run_config or {}).get("target") or {}
-    return load_hf_target(
-        name,
-        draft.config.target_layer_ids,
-        dtype=options.dtype,
-        device=device,
-        revision=settings.get("revision") if not args.target else None,
-        trust_remote_code=args.trust_remote_code or bool(settings.get("trust_remote_code") and not args.target),
-    )
 
 
 def _check_stored_head(draft: LoadedDraft, target: Target, folder: Path) -> None:
