@@ -104,6 +104,24 @@ def load_task(
     return found
 
 
+def load_tasks(
+    tasks: Sequence[TaskFile],
+    tokenizer: Any,
+    *,
+    limit: int | None = None,
+    template: str = "auto",
+    enable_thinking: bool = False,
+) -> PromptSet:
+    """The prompts of several tasks as one set, task after task; `limit` is of each task."""
+    whole = PromptSet()
+    for task in tasks:
+        found = load_task(task, tokenizer, limit=limit, template=template, enable_thinking=enable_thinking)
+        whole.prompts += found.prompts
+        whole.refused += [(line, f"{task.name}: {reason}") for line, reason in found.refused]
+        whole.render, whole.tokenizer = found.render, found.tokenizer
+    return whole
+
+
 def _task(path: Path) -> TaskFile:
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
     return TaskFile(name, path, SOURCES[name].cap if name in SOURCES else None)

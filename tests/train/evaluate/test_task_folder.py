@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.train.evaluate.test_tasks import make_tokenizer
-from train.evaluate.task_folder import find_tasks, load_task, resolve_tasks
+from train.evaluate.task_folder import find_tasks, load_task, load_tasks, resolve_tasks
 
 
 @pytest.fixture
@@ -73,3 +73,12 @@ def test_what_is_not_there_is_said(folder, tmp_path):
     (folder / "zebra.jsonl.gz").write_bytes(b"")
     with pytest.raises(ValueError, match="both the task zebra"):
         find_tasks(folder)
+
+
+def test_several_tasks_are_one_set(folder):
+    (folder / "zebra.jsonl").write_text('{"turns": ["a", "b"]}\n{"turns": []}\n')
+    whole = load_tasks(resolve_tasks(["gsm8k", "zebra"], folder), make_tokenizer(), limit=2)
+    assert [p.id for p in whole.prompts] == ["gsm8k/0", "gsm8k/1", "zebra/zebra.jsonl:1"]
+    assert whole.refused == [(2, "zebra: turns are not a list of strings")]
+    (later,) = whole.next_turn({p.id: "c" for p in whole.prompts}).prompts
+    assert (later.task, later.text) == ("zebra", "b")
