@@ -49,6 +49,12 @@ class TargetConfig:
         _require(bool(self.path), "target.path", self.path, "give a model folder or a hub name")
         _require(self.capture_cache_gib >= 0, "target.capture_cache_gib", self.capture_cache_gib, "give 0 or more")
         _require(
+            self.sglang.tp_size == 1 or self.capture_cache_gib == 0,
+            "target.capture_cache_gib",
+            self.capture_cache_gib,
+            "give 0 with target.sglang.tp_size above 1: its ranks capture together, whatever each has seen before",
+        )
+        _require(
             self.bridge == "sglang" or self.sglang == EngineOptions(),
             "target.sglang",
             self.sglang,
@@ -197,14 +203,15 @@ class CheckpointConfig:
         every: optimizer steps between checkpoints; 0 = only when the run ends or is interrupted.
         keep: latest checkpoints kept.
         keep_best: best ones kept besides.
-        best_metric: metric that decides, over the steps since the checkpoint before.
+        best_metric: metric that decides, over the steps since the checkpoint before. auto = accept_length, measured on
+            the checkpoint itself, when `eval.every` is set, else tau_probabilistic.
         best_mode: max or min.
     """
 
     every: int = 500
     keep: int = 2
     keep_best: int = 1
-    best_metric: str = "tau_probabilistic"
+    best_metric: str = "auto"
     best_mode: Literal["max", "min"] = "max"
 
     def __post_init__(self):
@@ -257,3 +264,25 @@ class RunConfig:
 
     def __post_init__(self):
         _require(bool(self.run_dir), "run_dir", self.run_dir, "give the folder the run shall leave behind")
+        saves, evaluations = self.checkpoint.every, self.eval.every
+        if self.checkpoint.keep_best and self.best_metric == "accept_length":
+            _require(
+                evaluations > 0,
+                "checkpoint.best_metric",
+                "accept_length",
+                "it is measured only while training evaluates: set eval.every",
+            )
+            _require(
+                not saves or not (saves % evaluations and evaluations % saves),
+                "eval.every",
+                evaluations,
+                f"checkpoint.every is {saves}: make one a multiple of the other, or no checkpoint has an accept length"
+                " to be chosen by",
+            )
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that chooses the best checkpoint, `auto` resolved."""
+        if self.checkpoint.best_metric != "auto":
+            return self.checkpoint.best_metric
+        return "accept_length" if self.eval.every else "tau_probabilistic"

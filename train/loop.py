@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from . import assembly, resume
 from .assembly import Assembled
 from .checkpoint import CHECKPOINTS, Checkpoints, Saved
 from .config import RunConfig
+from .evaluate.in_loop import InLoopEvaluation
 from .metrics import CompileCounter, Meter, Throughput, not_finite, read_back
 from .signals import StopRequest
 from .state import TrainState
@@ -65,7 +66,7 @@ def run(config: RunConfig, *, target: Any = None) -> RunResult:
     with CompileCounter() as compiles:
         parts = assembly.assemble(config, target, check)
         resume.write_run_files(config, parts.draft, run_dir)
-        checkpoints = Checkpoints(folder, config.checkpoint)
+        checkpoints = Checkpoints(folder, replace(config.checkpoint, best_metric=config.best_metric))
         try:
             if start is None:
                 state = parts.initial_state()
@@ -80,7 +81,10 @@ def run(config: RunConfig, *, target: Any = None) -> RunResult:
                 project=config.logging.wandb_project,
                 config=resume.settings_of(config),
             )
-            loop = Loop(config, parts, state, start or 0, checkpoints, tracker, compiles)
+            evaluation = None
+            if config.eval.every:
+                evaluation = InLoopEvaluation(config.eval, parts.draft, parts.target, run_dir, tell)
+            loop = Loop(config, parts, state, start or 0, checkpoints, tracker, compiles, evaluation)
             try:
                 with StopRequest() as stop:
                     return loop.run(stop)
@@ -112,6 +116,7 @@ class Loop:
         checkpoints: Checkpoints,
         tracker: CompositeTracker,
         compiles: CompileCounter,
+        evaluation: InLoopEvaluation | None = None,
     ):
         self.config, self.parts, self.state = config, parts, state
         self.checkpoints, self.tracker, self.compiles = checkpoints, tracker, compiles
@@ -126,6 +131,9 @@ class Loop:
         self._clock = time.perf_counter()
         self._saved_step = start if start else -1
         self._warned: set[str] = set()
+        self._evaluation = evaluation
+        self._evaluated: dict[str, float] = {}  # of the last evaluation
+        self._unlogged: dict[str, float] = {}
         self.logged: dict[str, Any] = {}
 
     def run(self, stop: StopRequest) -> RunResult:
@@ -147,6 +155,8 @@ class Loop:
                 if not self._window(stop):
                     break  # stopped inside a window: it is not part of any checkpoint
                 bar.update(1)
+                if self._evaluation is not None and self._evaluation.due(self.step, total):
+                    self._evaluate(self._evaluation, stop)
                 self._show(bar)
                 if self.step < last and every and self.step % every == 0:
                     self._save()
@@ -195,6 +205,12 @@ class Loop:
         self._pending = Pending(self.step, metrics, epoch, spent)
         return True
 
+    def _evaluate(self, evaluation: InLoopEvaluation, stop: StopRequest) -> None:
+        """Exact accept length of the draft as it is now; its time is not the training's."""
+        begin = time.perf_counter()
+        self._evaluated = self._unlogged = evaluation.run(self.step, self.state.params, lambda: stop.signal is not None)
+        self._clock += time.perf_counter() - begin
+
     def _read_pending(self) -> None:
         if self._pending is None:
             return
@@ -211,26 +227,28 @@ class Loop:
             **self._since_log.result(),
             **self._throughput.result(self._since_log.steps),
             **facts,
+            **self._unlogged,
             "compiles": self.compiles.training,
         }
         for name in not_finite(metrics):
             if name not in self._warned:
                 self._warned.add(name)
-                self._tell(f"WARNING step {step}: {name} is {metrics[name]} (nothing to average); logged as null")
+                tell(f"WARNING step {step}: {name} is {metrics[name]} (nothing to average); logged as null")
         for name in ("nonfinite_context", "nonfinite_last"):
             if metrics.get(name) and name not in self._warned:
                 self._warned.add(name)
-                self._tell(
-                    f"WARNING step {step}: {metrics[name]:.0f} target states are not finite ({name}), masked out"
-                )
+                tell(f"WARNING step {step}: {metrics[name]:.0f} target states are not finite ({name}), masked out")
         self.tracker.log(step, metrics)
         self.logged = {"step": step, **metrics}
         self._since_log.reset()
+        self._unlogged = {}
         self._throughput = Throughput()
 
     def _save(self) -> None:
         self._read_pending()  # a step that is not finite raises here, before it could be saved
-        metrics = self._since_save.result() if self._since_save.steps else {}
+        metrics = dict(self._since_save.result()) if self._since_save.steps else {}
+        if self._evaluated.get("eval_step") == self.step:  # of this very state, not of an earlier one
+            metrics |= self._evaluated
         saved = Saved(self.step, self.position, self.parts.identity, resume.settings_of(self.config))
         self.checkpoints.save(self.state, saved, metrics)
         self._since_save.reset()
@@ -239,8 +257,11 @@ class Loop:
     def _show(self, bar: tqdm) -> None:
         show = {"loss": "loss", "tau": "tau_probabilistic", "tok/s": "tokens_per_second"}
         values = {name: self.logged[key] for name, key in show.items() if key in self.logged}
+        if "accept_length" in self._evaluated:
+            values["accept"] = self._evaluated["accept_length"]
         bar.set_postfix({**{k: f"{v:.4g}" for k, v in values.items()}, "compiles": self.compiles.training})
 
-    @staticmethod
-    def _tell(text: str) -> None:
-        tqdm.write(text, file=sys.stderr)
+
+def tell(text: str) -> None:
+    """A line on stderr that does not tear the progress bar."""
+    tqdm.write(text, file=sys.stderr)

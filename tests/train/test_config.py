@@ -16,7 +16,7 @@ def test_yaml_and_overrides(plain_tree, write_config):
     assert config.logging.trackers == ("wandb",)
     assert config.draft.target_layer_ids == (0, 2)
     assert config.train == TrainConfig(steps=6, batch_rows=2, accumulation=2, seed=7)
-    assert config.checkpoint.best_metric == "tau_probabilistic"
+    assert config.best_metric == "tau_probabilistic"
 
 
 def test_dump_reads_back(plain_tree, tmp_path):
@@ -32,6 +32,10 @@ def test_engine_options_need_their_bridge(plain_tree):
         build(plain_tree)
     plain_tree["target"]["bridge"] = "sglang"
     assert build(plain_tree).target.sglang.page_size == 16
+    plain_tree["target"] |= {"sglang": {"tp_size": 2}, "capture_cache_gib": 1.0}
+    with pytest.raises(ConfigError, match=r"target\.capture_cache_gib is 1\.0; give 0 with target\.sglang\.tp_size"):
+        build(plain_tree)
+    plain_tree["target"]["capture_cache_gib"] = 0.0
     plain_tree["target"]["sglang"] = {"page_size": 0}
     with pytest.raises(ConfigError, match=r"target\.sglang\.page_size is 0; give a positive integer"):
         build(plain_tree)
