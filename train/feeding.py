@@ -68,7 +68,7 @@ class Feeder:
             yield host, batch, slot
 
     def _fill(self, slot: Slot, host: HostBatch) -> None:
-        if not host.documents:
+        if not host.documents and not getattr(self._target, "lockstep", False):
             return
         captured = self._target.capture([document.input_ids for document in host.documents])
         if not self._sanitize:

@@ -20,6 +20,7 @@ import torch
 from target_bridge.fence import torch_done
 from target_bridge.sglang.adapter import Adapter, Packed, Start, prepare_process, round_up
 from target_bridge.sglang.versions import installed_version, make_adapter
+from target_bridge.sglang.world import Peers, larger_world_allowed
 from target_bridge.target import TargetError, check_ids
 
 #: Engines alive in this process: SGLang keeps its configuration and process groups in globals.
@@ -107,6 +108,7 @@ class Engine:
         facts: see `EngineFacts`.
         epoch: number of resets so far: requests begun before the last one are void.
         forwards: forwards so far.
+        peers: the ranks that share the model, or None. All of them must ask the engine for the same things.
 
     Raises:
         TargetError: another engine is alive, an unsupported version, a model without a capture hook, or SGLang
@@ -128,6 +130,7 @@ class Engine:
             self.close()
             raise
         runner = self._adapter.runner
+        self.peers = Peers() if start.tp_size > 1 else None
         self.epoch = 0
         self.forwards = 0
         self._numbers = itertools.count()
@@ -350,7 +353,7 @@ def _quiet() -> Iterator[None]:
 
 def _started(adapter: Adapter, start: Start, version: str) -> str:
     try:
-        with _quiet():
+        with _quiet(), larger_world_allowed():
             return adapter.start(start)
     except TargetError:
         raise

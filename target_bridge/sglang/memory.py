@@ -11,6 +11,7 @@ division that cannot work is known at the start, and is said then with its numbe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,3 +177,21 @@ def plan_fraction(need: Need, *, free: int, total: int, asked: float | None) -> 
             f" at most {1 - need.working / free:.3f}, or leave it out"
         )
     return asked
+
+
+def static_fraction(need: Callable[[], Need], device: torch.device, asked: float | None) -> float:
+    """`plan_fraction` with what is free on a GPU now.
+
+    Args:
+        need: counts; raises TargetError for a model whose size cannot be told.
+        device: the GPU.
+        asked: `target.sglang.mem_fraction_static`; taken as it is for a model whose size cannot be told.
+    """
+    try:
+        counted = need()
+    except TargetError:
+        if asked is None:
+            raise
+        return asked
+    free, total = torch.cuda.mem_get_info(device)
+    return plan_fraction(counted, free=free, total=total, asked=asked)

@@ -19,11 +19,14 @@ from target_bridge.sglang.adapter import Start, free_port, prepare_process, roun
 from target_bridge.sglang.batches import plan_batches
 from target_bridge.sglang.check import check_engine
 from target_bridge.sglang.engine import Engine
+from target_bridge.sglang.head import frozen_head
 from target_bridge.sglang.layers import engine_layer_states
-from target_bridge.sglang.memory import count_parameters, estimate_need, plan_fraction
+from target_bridge.sglang.memory import count_parameters, estimate_need, static_fraction
 from target_bridge.sglang.options import EngineOptions
 from target_bridge.sglang.session import SGLangSession
+from target_bridge.sglang.share import share_documents
 from target_bridge.sglang.versions import adapter_name, installed_version
+from target_bridge.sglang.world import tp_rank
 from target_bridge.sglang_hooks import Serving, class_serving
 from target_bridge.target import Capture, TargetError, TargetInfo, check_documents, validate_layer_ids
 
@@ -70,10 +73,7 @@ def load_sglang_target(
     """
     options = options or EngineOptions()
     adapter_name(installed_version())
-    if options.tp_size > 1:
-        raise TargetError(
-            f"target.sglang.tp_size is {options.tp_size}; this version runs the target on one GPU, give 1"
-        )
+    rank = tp_rank(options.tp_size)
     torch_device = pick_device(device)
     prepare_process(torch_device)
     if dtype == "auto":
@@ -101,15 +101,11 @@ def load_sglang_target(
             max_requests=options.max_running_requests,
             tp_size=options.tp_size,
         )
-        try:
-            need = account(parameters=count_parameters(name_or_path, revision, trust_remote_code))
-        except TargetError:
-            if options.mem_fraction_static is None:
-                raise
-            fraction = options.mem_fraction_static  # given for models of which nothing better is known
-        else:
-            free, total = torch.cuda.mem_get_info(torch_device)
-            fraction = plan_fraction(need, free=free, total=total, asked=options.mem_fraction_static)
+        fraction = static_fraction(
+            lambda: account(parameters=count_parameters(name_or_path, revision, trust_remote_code)),
+            torch_device,
+            options.mem_fraction_static,
+        )
     engine = Engine(
         Start(
             model_path=name_or_path,
@@ -125,6 +121,8 @@ def load_sglang_target(
             mem_fraction_static=fraction,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            tp_size=options.tp_size,
+            tp_rank=rank,
             port=free_port(),
         ),
         vocab_size=int(config["vocab_size"]),
@@ -190,7 +188,7 @@ class SGLangTarget:
         self._trust_remote_code = trust_remote_code
         self._tokenizer: Any = None
         self._name = name
-        self._embedding, self._head = _frozen_head(engine, name)
+        self._embedding, self._head = frozen_head(engine, name)
         check_engine(engine, self._embedding, self._head, config, name=name)
         self._info = TargetInfo(
             name=name,
@@ -238,30 +236,42 @@ class SGLangTarget:
         Every document is a request of its own, as long as it is: nothing is padded, no prefix is shared, and its KV
         is given back before the next forward.
 
+        With tensor parallelism every rank calls this the same number of times, each with the documents of its own
+        rows, or none: all ranks run all of them together and each keeps the states of its own.
+
         Returns:
-            States in the model's dtype on its device: views into each forward's own tensors.
+            States in the model's dtype on its device: views into each forward's own tensors (copies of the own rows
+            with tensor parallelism).
 
         Raises:
-            TargetError: see `check_documents`; the engine has seen nothing then.
+            TargetError: see `check_documents`; the engine has seen nothing then. Also when another rank's were
+                refused.
         """
-        checked = check_documents(documents, self._info.vocab_size, self._info.max_length)
+        share = share_documents(documents, self._info.vocab_size, self._info.max_length, self._engine.peers)
         facts = self._engine.facts
         context: list[torch.Tensor] = []
         last: list[torch.Tensor] = []
         for batch in plan_batches(
-            [len(ids) for ids in checked],
+            [len(ids) for ids in share.documents],
             max_tokens=self._budget,
             pool_tokens=facts.pool_tokens,
             max_requests=facts.max_requests,
             page_size=facts.page_size,
         ):
-            requests = [self._engine.begin(checked[i], reuse=False, name=f"document {i}") for i in batch]
-            for computed in self._engine.forward(requests):
-                context.append(computed.context)
-                last.append(computed.last)
+            requests = [self._engine.begin(share.documents[i], reuse=False, name=share.name(i)) for i in batch]
+            computed = self._engine.forward(requests)
+            for index, states in zip(batch, computed):
+                if share.is_own(index):
+                    context.append(share.keep(states.context))
+                    last.append(share.keep(states.last))
             for request in requests:
                 self._engine.finish(request)
         return Capture(context_hidden=context, last_hidden=last)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether `capture` must be called as often as on the ranks that share the target, documents or none."""
+        return self._engine.peers is not None
 
     def own_logits(self, documents: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """[V] per document: the logits after its last token, by the engine's own head and whatever it does to them."""
@@ -322,24 +332,3 @@ class SGLangTarget:
 def _default_pool(budget: int, longest: int, options: EngineOptions) -> int:
     """KV slots for one forward: its tokens, and a started page for each of its requests."""
     return max(budget, longest) + (options.page_size - 1) * options.max_running_requests
-
-
-def _frozen_head(engine: Engine, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the engine's embedding and LM head, cut to the logical vocabulary (rows past it are padding)."""
-    model = engine.model
-    if not hasattr(model, "get_embed_and_head"):
-        raise TargetError(
-            f"target {name}: SGLang's {type(model).__name__} does not hand out its embedding and LM head"
-            " (get_embed_and_head), which the draft borrows; give target.bridge: hf"
-        )
-    embedding, head = model.get_embed_and_head()
-    for what, matrix in (("embedding", embedding), ("LM head", head)):
-        if not isinstance(matrix, torch.Tensor) or matrix.ndim != 2:
-            raise TargetError(
-                f"target {name}: its {what} in SGLang is no plain [vocabulary, hidden] matrix but"
-                f" {type(matrix).__name__}; the draft borrows that matrix, so this model cannot be a target"
-            )
-    rows = engine.facts.vocab_size
-    own_embedding = embedding.detach()[:rows]
-    tied = head.data_ptr() == embedding.data_ptr() and head.shape == embedding.shape
-    return own_embedding, own_embedding if tied else head.detach()[:rows]

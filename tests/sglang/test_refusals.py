@@ -204,8 +204,3 @@ def test_damaged_weights(make_model, tmp_path):
 def test_taps_are_checked_before_anything_starts(make_model, taps, message):
     with pytest.raises(TargetError, match=message), running(make_model("qwen3"), taps):
         pass
-
-
-def test_tensor_parallel_is_refused_with_its_remedy(make_model):
-    with pytest.raises(TargetError, match="tp_size is 2"), running(make_model("qwen3"), tp_size=2):
-        pass
