@@ -6,11 +6,13 @@ Parameters are kept in their own dtype (fp32 in training); `dtype` is what a blo
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -29,7 +31,19 @@ def weight_product(
         kernel: the fp32 master; its values are not read.
         rounded: the same weight in the compute dtype; gets no gradient.
     """
-    return jnp.einsum("...i,io->...o", x, rounded)
+    return _contract(x, rounded, x.ndim - 1, 0)
+
+
+def _contract(left: Array, right: Array, left_axis: int, right_axis: int, **options: Any) -> Array:
+    """Product over one axis of each. `jnp.einsum` may swap its operands, and the result then lies transposed in
+    memory, with everything elementwise that follows."""
+    return jax.lax.dot_general(left, right, (((left_axis,), (right_axis,)), ((), ())), **options)
+
+
+def _row_major(rows: Float[Array, "rows features"]) -> Float[Array, "rows features"]:
+    """The same, kept row by row in memory. A GPU compiler likes to lay out a factor of a weight's gradient by
+    columns, and then everything elementwise before it too, up to look-ups that read tables across rows."""
+    return with_layout_constraint(rows, Layout((0, 1)))
 
 
 def _product_forward(x: Array, kernel: Array, rounded: Array) -> tuple[Array, tuple]:
@@ -38,8 +52,9 @@ def _product_forward(x: Array, kernel: Array, rounded: Array) -> tuple[Array, tu
 
 def _product_backward(residual: tuple, gradient: Array) -> tuple[Array, Array, None]:
     x, rounded, like = residual
-    by_x = jnp.einsum("...o,io->...i", gradient, rounded)
-    by_kernel = jnp.einsum("...i,...o->io", x, gradient, preferred_element_type=jnp.float32)
+    by_x = _contract(gradient, rounded, gradient.ndim - 1, 1)
+    rows, gradient = (_row_major(values.reshape(-1, values.shape[-1])) for values in (x, gradient))
+    by_kernel = _contract(rows, gradient, 0, 0, preferred_element_type=jnp.float32)
     return by_x, by_kernel.astype(like.dtype), None
 
 

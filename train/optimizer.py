@@ -67,10 +67,10 @@ def group_of(path: tuple[Any, ...]) -> str:
     return keys[0]
 
 
-def group_norms(tree: Any) -> dict[str, jax.Array]:
-    """Euclidean norm of each parameter group of a tree, float32 scalars."""
+def group_norms(name: str, tree: Any) -> dict[str, jax.Array]:
+    """Euclidean norm of each parameter group of a tree, float32 scalars by `name/group`."""
     squares: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         group = group_of(path)
         squares[group] = squares.get(group, jnp.float32(0)) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-    return {group: jnp.sqrt(value) for group, value in sorted(squares.items())}
+    return {f"{name}/{group}": jnp.sqrt(value) for group, value in sorted(squares.items())}

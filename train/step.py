@@ -4,6 +4,7 @@ They are compiled ahead of time for exact shapes, dtypes and shardings. Calling 
 any donated buffer is consumed; they can not recompile.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -148,16 +149,16 @@ def make_apply(
         weight = sums["weight"]
         scale = window_scale(sums)
         grads = jax.tree.map(lambda g: g * scale, grads)
-        norm = optax.global_norm(grads)
+        values = group_norms("grad_norm", grads)
+        norm = jnp.sqrt(sum(jnp.square(value) for value in values.values()))
         usable = (weight > 0) & jnp.isfinite(norm)
         rate = options.schedule(state.step)
         directions, opt_state = options.optimizer.update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda d: jnp.where(usable, -rate * d, 0.0), directions)
         params = optax.apply_updates(state.params, updates)
 
-        values = {"lr": rate, "grad_norm": norm, "skipped_updates": (weight <= 0).astype(jnp.float32)}
-        for name, tree in (("grad_norm", grads), ("update_norm", updates), ("param_norm", params)):
-            values |= {f"{name}/{group}": value for group, value in group_norms(tree).items()}
+        values |= group_norms("update_norm", updates) | group_norms("param_norm", params)
+        values |= {"lr": rate, "grad_norm": norm, "skipped_updates": (weight <= 0).astype(jnp.float32)}
         new_state = TrainState(
             step=state.step + 1,
             params=_select(usable, params, state.params),
@@ -165,6 +166,10 @@ def make_apply(
             key=state.key,
         )
         empty = zero_accumulator(new_state.params, shardings, _sums_of(options), options.dtype)
+        # Zeros made of the old sums are written in the pass that reads them; constants would be made once and then
+        # copied into every buffer. No compiler knows that a step is never negative.
+        zeros = jax.tree.map(lambda g: jnp.where(state.step >= 0, 0.0, g), accumulator.grads)
+        empty = dataclasses.replace(empty, grads=zeros)
         return new_state, empty, StepMetrics(sums, values)
 
     return apply

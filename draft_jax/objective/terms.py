@@ -94,8 +94,29 @@ class Softmax(NamedTuple):
 
 def softmax_of(logits: Float[Array, "*rows V"]) -> Softmax:
     """Normaliser of each row of fp32 logits."""
+    return Softmax(*lax.platform_dependent(logits, cpu=two_pass_softmax, default=one_pass_softmax))
+
+
+def two_pass_softmax(logits: Array) -> tuple[Array, Array]:
+    """`top` and `total` of a `Softmax`: fast where arithmetic is dear."""
     top = logits.max(axis=-1, keepdims=True)
-    return Softmax(top, jnp.exp(logits - top).sum(axis=-1, keepdims=True))
+    return top, jnp.exp(logits - top).sum(axis=-1, keepdims=True)
+
+
+def one_pass_softmax(logits: Array) -> tuple[Array, Array]:
+    """The same, reading the logits once: fast where memory is slow."""
+
+    def merge(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        (a_top, a_total), (b_top, b_total) = a, b
+        smaller = jnp.exp(-jnp.abs(a_top - b_top))  # what the one with the smaller top counts for
+        total = jnp.where(a_top >= b_top, a_total + b_total * smaller, b_total + a_total * smaller)
+        return jnp.maximum(a_top, b_top), total
+
+    lowest = jnp.asarray(jnp.finfo(jnp.float32).min)  # finite: -inf - -inf is NaN
+    top, total = lax.reduce(
+        (logits, jnp.ones_like(logits)), (lowest, jnp.zeros((), jnp.float32)), merge, (logits.ndim - 1,)
+    )
+    return top[..., None], total[..., None]
 
 
 def _sign(log_p: Array, log_q: Array) -> Array:
@@ -151,7 +172,7 @@ def _take(values: Array, index: Array) -> Array:
 
 
 def _apart(*arrays: Any) -> Any:
-    """The same arrays, but the compiler may not share work between what is made of them and of the originals.
+    """The same arrays, but the compiler may not share or merge work between what makes them and what reads them.
 
     It would otherwise store a [chunk, V] array of probabilities for the next pass, which costs more than to
     make them again.
@@ -221,7 +242,9 @@ def _sweep(spec: _Spec, rows: _Rows, with_gradient: bool) -> tuple[VocabTerms, t
         logits = _logits(h, lm_head)
         if z is not None:
             zc = jnp.where(live[:, None], _take(z, row), 0)
-            logits += _logits(zc, w2)
+            # Kept apart, the small product is where the large one starts to accumulate, not one pass more.
+            (bias,) = _apart(_logits(zc, w2))
+            logits += bias
         branches = [functools.partial(against_target, size) for size in spec.target_sizes]
         branch = (plan.positions[i] > jnp.asarray(spec.target_sizes[:-1])).sum()
         ce, l1, *rest = lax.switch(

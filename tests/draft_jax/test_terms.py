@@ -9,7 +9,14 @@ import pytest
 
 from draft_jax.objective.metrics import acceptance
 from draft_jax.objective.reference import reference_row_losses, vocab_terms_reference
-from draft_jax.objective.terms import row_distances, row_gradient, softmax_of, vocab_terms
+from draft_jax.objective.terms import (
+    one_pass_softmax,
+    row_distances,
+    row_gradient,
+    softmax_of,
+    two_pass_softmax,
+    vocab_terms,
+)
 
 from .compare import assert_close
 
@@ -199,6 +206,23 @@ def test_t09_impossible_token():
     assert np.isfinite(gradient).all()
     assert float(gradient[0, 1]) == 0.0
     assert_close(gradient, plain)
+
+
+@pytest.mark.parametrize("softmax", [one_pass_softmax, two_pass_softmax])
+def test_normalisers_of_one_and_two_passes(softmax):
+    """Against numpy in fp64; -inf anywhere, very large and very small logits."""
+    rng = np.random.default_rng(10)
+    logits = rng.normal(size=(6, 1000)) * 5
+    logits[1, ::2] = -np.inf
+    logits[2, :999] = -np.inf
+    logits[3] += 1e4
+    logits[4] -= 1e4
+    logits[5, 500] = 300.0
+    logits = logits.astype(np.float32)
+    top, total = jax.jit(softmax)(jnp.asarray(logits))
+    exact = logits.astype(np.float64)
+    np.testing.assert_array_equal(top[:, 0], exact.max(axis=1))
+    np.testing.assert_allclose(total[:, 0], np.exp(exact - exact.max(axis=1, keepdims=True)).sum(axis=1), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def test_groups_cover_the_draft(tiny_draft):
     from draft_jax.models.dspark import init_params
 
     params = init_params(tiny_draft, jax.random.key(0))
-    norms = group_norms(params)
-    assert set(norms) == {"fc", "layers", "markov", "confidence", "norms"}
+    norms = group_norms("size", params)
+    assert set(norms) == {f"size/{group}" for group in ("fc", "layers", "markov", "confidence", "norms")}
     total = math.sqrt(sum(float(v) ** 2 for v in norms.values()))
     assert total == pytest.approx(float(optax.global_norm(params)), rel=1e-6)
     assert group_of((jax.tree_util.DictKey("layers"), jax.tree_util.DictKey("input_layernorm"))) == "norms"

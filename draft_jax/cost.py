@@ -1,0 +1,84 @@
+"""What a micro-step costs: operations and memory from shapes alone. One source for `--plan` and the benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draft_jax.config import DraftConfig
+from draft_jax.objective.config import chunk_rows_for
+
+#: Operations of attention's backward pass in units of its forward pass: five products instead of two.
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one device works on in one micro-step.
+
+    Attributes:
+        rows: `B`, rows of tokens.
+        length: `L`, tokens of a row.
+        num_anchors: `N`, anchors of a row.
+        dtype_bytes: bytes of a number in the compute dtype: 2 or 4.
+        platform: "cpu", "gpu", ...: decides the chunk of the objective.
+        chunk_rows: rows of a chunk of the objective; None: chosen as the objective does.
+    """
+
+    rows: int
+    length: int
+    num_anchors: int
+    dtype_bytes: int = 2
+    platform: str = "gpu"
+    chunk_rows: int | None = None
+
+    def draft_rows(self, draft: DraftConfig) -> int:
+        """Slots of all blocks, `B * N * K`."""
+        return self.rows * self.num_anchors * draft.block_size
+
+    def chunk(self, draft: DraftConfig) -> int:
+        """Rows of logits that exist at once."""
+        rows = self.draft_rows(draft)
+        return min(rows, self.chunk_rows or chunk_rows_for(rows, draft.vocab_size, platform=self.platform))
+
+
+def layer_parameters(draft: DraftConfig) -> int:
+    """Numbers in the kernels of one decoder layer."""
+    query, kv = _widths(draft)
+    d = draft.hidden_size
+    return d * (query + 2 * kv) + query * d + 3 * d * draft.intermediate_size
+
+
+def step_flops(draft: DraftConfig, shape: Shape, context_keys: float | None = None) -> dict[str, float]:
+    """Floating-point operations of a micro-step, forward and backward (dspark_spec 8.1); a multiply-add is 2.
+
+    Only matrix products count. Every slot is taken to be supervised, and every position of a row to be predicted by
+    some slot if there are enough of them.
+
+    Args:
+        draft: the model.
+        shape: what it works on.
+        context_keys: context positions an anchor attends to, on average; None: half a row.
+
+    Returns:
+        Operations by part.
+    """
+    tokens, rows = shape.rows * shape.length, shape.draft_rows(draft)
+    d, v, layers = draft.hidden_size, draft.vocab_size, draft.num_hidden_layers
+    query, kv = _widths(draft)
+    keys = (shape.length / 2 if context_keys is None else context_keys) + draft.block_size
+    parts = {
+        # name: (operations forward, what the backward pass costs in units of the forward)
+        "fc": (2.0 * tokens * draft.num_taps * d * d, 1.0),
+        "context keys and values": (2.0 * tokens * d * 2 * kv * layers, 2.0),
+        "block layers": (2.0 * rows * layer_parameters(draft) * layers, 2.0),
+        "attention": (4.0 * rows * keys * query * layers, ATTENTION_BACKWARD),
+        "vocabulary, draft": (2.0 * rows * d * v, 1.0),
+        "vocabulary, target": (2.0 * min(rows, tokens) * d * v, 0.0),
+        "Markov head": (2.0 * rows * draft.markov_rank * v, 2.0),
+    }
+    return {name: forward * (1 + backward) for name, (forward, backward) in parts.items()}
+
+
+def _widths(draft: DraftConfig) -> tuple[int, int]:
+    """Widths of all query heads and of all key/value heads."""
+    return draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
