@@ -89,6 +89,7 @@ def format_fit(data: ConfidenceData, fitted: StsFit) -> str:
     from train.report import terminal_table
 
     before, after = calibration(data, fitted.raw), calibration(data, fitted.scaled)
+    by_slot, by_survival = sweeps(data, fitted.calibration)
     rows = [
         (slot, raw.count, temperature, raw.observed, raw.predicted, scaled.predicted, raw.ece, scaled.ece, raw.auroc)
         for slot, (temperature, raw, scaled) in enumerate(zip(fitted.calibration.temperatures, before, after))
@@ -99,7 +100,7 @@ def format_fit(data: ConfidenceData, fitted: StsFit) -> str:
     points = [
         (raw.threshold, raw.accept_length, raw.verified, raw.verify_rate,
          scaled.accept_length, scaled.verified, scaled.verify_rate)
-        for raw, scaled in zip(*sweeps(data, fitted.calibration))
+        for raw, scaled in zip(by_slot, by_survival)
     ]  # fmt: skip
     columns = ("accept length", "verified", "used")
     return "\n".join([
@@ -109,7 +110,7 @@ def format_fit(data: ConfidenceData, fitted: StsFit) -> str:
         "Thresholds, estimated from the same rounds: per round, tokens kept and tokens verified, and the share used.",
         "Left: on the head's confidence of a slot (eval --confidence-threshold); right: on calibrated survival.",
         terminal_table([("threshold", *columns, *(f"{column} (s)" for column in columns)), *points]),
-        advice(sweeps(data, fitted.calibration)[0]),
+        advice(by_slot),
     ])  # fmt: skip
 
 
