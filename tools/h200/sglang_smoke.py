@@ -144,7 +144,12 @@ def run_config(folder: Path, data: Path, run_dir: Path, args: argparse.Namespace
 
     return build(
         {
-            "target": {"path": str(folder), "bridge": "sglang", "device": args.device},
+            "target": {
+                "path": str(folder),
+                "bridge": "sglang",
+                "device": args.device,
+                "probe": run_dir.name == "fenced",
+            },
             "data": {"path": str(data), "format": "tokens", "max_length": args.length},
             "draft": DRAFT,
             "objective": {"num_anchors": 64},
