@@ -17,7 +17,7 @@ from train.evaluate.result_file import NamedResult, PromptSums, ResultError, rea
 #: Settings that two evaluations must share: with another one, other text is decoded or other rounds are counted.
 PROTOCOL = (
     "target", "temperature", "max_new_tokens", "protocol", "template", "enable_thinking", "eos_token_ids",
-    "draft_sampling", "count_overshoot",
+    "all_turns", "draft_sampling", "count_overshoot",
 )  # fmt: skip
 #: Settings that may differ, but are said.
 NOTED = {
@@ -29,7 +29,9 @@ NOTED = {
     "block_size": "other block sizes: more is proposed, and verified, per round",
 }
 #: What results say that were written before these settings existed.
-_UNSAID = {"seed_by": "prompt", "draft_sampling": "float32", "count_overshoot": False}
+_UNSAID = {
+    "template": "auto", "all_turns": False, "seed_by": "prompt", "draft_sampling": "float32", "count_overshoot": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def test_other_protocols_are_refused_by_name(baseline, key, value):
 
 def test_the_same_target_elsewhere_is_the_same(baseline):
     compare(baseline, named("B", made_result(prompts=60, target="/somewhere/Smol")))
-    said = made_result(prompts=60, draft_sampling="float32", count_overshoot=False, seed_by="prompt")
+    said = made_result(prompts=60, draft_sampling="float32", seed_by="prompt", template="auto", all_turns=False)
     assert compare(baseline, named("B", said)).notes == (), "what an older result leaves unsaid are the defaults"
 
 
