@@ -56,3 +56,20 @@ def documents() -> list[np.ndarray]:
     """Ragged token ids below 70; one of a single token, one of exactly two pages of 16."""
     rng = np.random.default_rng(3)
     return [rng.integers(0, 70, size=count).astype(np.int32) for count in (5, 40, 1, 23, 32, 7)]
+
+
+@pytest.fixture
+def prefixes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(tokens found in the tree, tokens of the text) of every request begun from here on."""
+    from target_bridge.sglang.engine import Engine
+
+    seen: list[tuple[int, int]] = []
+    begin = Engine.begin
+
+    def watched(self, ids, **kwargs):
+        request = begin(self, ids, **kwargs)
+        seen.append((request.prefix, len(ids)))
+        return request
+
+    monkeypatch.setattr(Engine, "begin", watched)
+    return seen
