@@ -61,11 +61,7 @@ class Encoder:
             DataError: the tokenizer is not a fast one.
             TemplateError: the template marks nothing.
         """
-        if not getattr(tokenizer, "is_fast", False):
-            raise DataError(
-                f"{type(tokenizer).__name__} tells no character offsets, which masks are made from; load the "
-                "fast tokenizer (tokenizer.json), or bring rows as input_ids with loss_mask"
-            )
+        require_offsets(tokenizer)
         if not template.marks_turns:
             raise TemplateError(f"chat template {template.name} has no generation marks")
         _ = template.generation_prompt  # fails here rather than at the first row
@@ -83,52 +79,36 @@ class Encoder:
         markers = [known[token] for token in template.family.tokens if token in known] if template.family else []
         self._family_ids = np.asarray(markers, np.int64)
 
-    def encode(self, rows: Sequence[Conversation | PlainText]) -> list[list[Encoded] | RowRefused]:
-        """Encodes a batch; one result a row, in order: its encoded rows (at least one), or the refusal.
+    def encode(self, conversations: Sequence[Conversation]) -> list[list[Encoded] | RowRefused]:
+        """Encodes a batch; one result a conversation, in order: its rows (at least one), or the refusal.
 
-        The result of a row depends on that row and the options alone.
+        The result of a conversation depends on it and the options alone.
 
         Raises:
             TemplateError: the template is unfit for the tokenizer, see Agreement and ServedTurns.
         """
-        texts: list[list[ServedText | PlainText] | RowRefused] = []
-        for row in rows:
+        texts: list[list[ServedText] | RowRefused] = []
+        for conversation in conversations:
             try:
-                texts.append([row] if isinstance(row, PlainText) else list(self._render(row)))
+                texts.append(self._render(conversation))
             except RowRefused as refused:
                 texts.append(refused)
             except RenderError as error:
                 texts.append(RowRefused("refused by the chat template", str(error)))
-        tokens = iter(self._tokenize([item for items in texts if isinstance(items, list) for item in items]))
+        flat = [item.text for items in texts if isinstance(items, list) for item in items]
+        # the template writes special tokens: never a second BOS
+        tokens = iter(tokens_and_offsets(self._tokenizer, flat, add_special_tokens=False))
         results: list[list[Encoded] | RowRefused] = []
-        for row, items in zip(rows, texts):
+        for conversation, items in zip(conversations, texts):
             if isinstance(items, RowRefused):
                 results.append(items)
                 continue
             pairs = [(item, *next(tokens)) for item in items]
             try:
-                results.append([self._mask(row, *pair) for pair in pairs])
+                results.append([self._mask(conversation, *pair) for pair in pairs])
             except RowRefused as refused:
                 results.append(refused)
         return results
-
-    def _tokenize(self, items: list[ServedText | PlainText]) -> list[tuple[list[int], list]]:
-        """Ids and character offsets of each text."""
-        results: dict[int, tuple[list[int], list]] = {}
-        for plain in (False, True):
-            chosen = [i for i, item in enumerate(items) if isinstance(item, PlainText) == plain]
-            if not chosen:
-                continue
-            tokens = self._tokenizer(
-                [items[i].text for i in chosen],
-                add_special_tokens=plain,  # a template writes them all: never a second BOS
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
-            results |= zip(chosen, zip(tokens["input_ids"], tokens["offset_mapping"]))
-        return [results[i] for i in range(len(items))]
 
     def _render(self, conversation: Conversation) -> list[ServedText]:
         """The texts of a conversation's rows.
@@ -180,28 +160,71 @@ class Encoder:
         if inside:
             last.notes[MARKERS_IN_TEXT] = 1
 
-    def _mask(
-        self, row: Conversation | PlainText, item: ServedText | PlainText, ids: list[int], offsets: list
-    ) -> Encoded:
-        if not ids:
-            raise RowRefused("no tokens", "the text is empty")
+    def _mask(self, conversation: Conversation, item: ServedText, ids: list[int], offsets: np.ndarray) -> Encoded:
         check_ids(min(ids), max(ids), self._vocab_size)
         token_ids = np.asarray(ids, np.int32)
-        edges = np.asarray(offsets, np.int64).reshape(-1, 2)
-        if isinstance(item, PlainText):
-            # what the tokenizer adds in front (BOS) has no characters and is nothing to learn
-            mask = (np.cumsum(edges[:, 1] > edges[:, 0]) > 0).astype(np.int8)
-            return Encoded(token_ids, mask, {"rows of plain text, every token supervised": 1})
-        assert isinstance(row, Conversation)
         if self._agreement is not None:
-            self._agreement.check_ids(row, item, ids)
+            self._agreement.check_ids(conversation, item, ids)
         if isinstance(self._template, FamilyTemplate):
             found, expected = int(np.isin(token_ids, self._family_ids).sum()), self._template.marker_count(item.text)
             if found != expected:
                 raise RowRefused("the tokenizer splits the turn markers", f"{expected} in the text, {found} in the ids")
-        mask, straddling = token_mask(edges, item.spans)
+        mask, straddling = token_mask(offsets, item.spans)
         notes = item.notes
         if straddling:
             notes = {**notes, "tokens shared by an answer and what surrounds it (not supervised)": straddling}
-        last = sum(message["role"] == "assistant" for message in row.messages)
+        last = sum(message["role"] == "assistant" for message in conversation.messages)
         return Encoded(token_ids, mask, notes, None if item.turn == last else item.turn)
+
+
+def encode_plain_texts(tokenizer: Any, rows: Sequence[PlainText], vocab_size: int) -> list[list[Encoded] | RowRefused]:
+    """Encodes rows of plain text, as a completion server does: with the special tokens the tokenizer adds, which are
+    nothing to learn; every other token is supervised.
+
+    Raises:
+        DataError: the tokenizer is not a fast one.
+    """
+    require_offsets(tokenizer)
+    results: list[list[Encoded] | RowRefused] = []
+    for ids, offsets in tokens_and_offsets(tokenizer, [row.text for row in rows], add_special_tokens=True):
+        mask = (offsets[:, 1] > offsets[:, 0]).astype(np.int8)
+        try:
+            if not mask.any():
+                raise RowRefused("text is empty")
+            check_ids(min(ids), max(ids), vocab_size)
+        except RowRefused as refused:
+            results.append(refused)
+        else:
+            results.append([Encoded(np.asarray(ids, np.int32), mask, {"rows of plain text, all supervised": 1})])
+    return results
+
+
+def require_offsets(tokenizer: Any) -> None:
+    """Refuses a tokenizer that does not tell where in the text its tokens stand.
+
+    Raises:
+        DataError: naming its class.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"{type(tokenizer).__name__} tells no character offsets, which masks are made from; load the "
+            "fast tokenizer (tokenizer.json), or bring rows as input_ids with loss_mask"
+        )
+
+
+def tokens_and_offsets(
+    tokenizer: Any, texts: Sequence[str], *, add_special_tokens: bool
+) -> list[tuple[list[int], np.ndarray]]:
+    """Ids of each text, and the characters of each token: int64 [T, 2]."""
+    if not texts:
+        return []
+    tokens = tokenizer(
+        list(texts),
+        add_special_tokens=add_special_tokens,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    offsets = (np.asarray(pairs, np.int64).reshape(-1, 2) for pairs in tokens["offset_mapping"])
+    return list(zip(tokens["input_ids"], offsets))

@@ -10,7 +10,7 @@ from typing import Any
 
 from .agreement import Agreement, choose_template, template_variables
 from .config import DataConfig
-from .encoding import Encoded, Encoder
+from .encoding import Encoded, Encoder, encode_plain_texts
 from .files import Place
 from .formats import Conversation, PlainText, RowRefused, TokenRow, parse_row
 from .sources import Record
@@ -72,13 +72,23 @@ class RowReader:
                 )
             except RowRefused as refused:
                 parsed.append(refused)
-        texts = [row for row in parsed if isinstance(row, Conversation | PlainText)]
-        encoded = iter(self._get_encoder().encode(texts) if texts else ())
+        chats = [row for row in parsed if isinstance(row, Conversation)]
+        texts = [row for row in parsed if isinstance(row, PlainText)]
+        if (chats or texts) and self._tokenizer is None:
+            raise DataError("the data holds text, but there is no tokenizer to make ids of it")
+        encoded_chats = iter(self._get_encoder().encode(chats) if chats else ())
+        encoded_texts = iter(encode_plain_texts(self._tokenizer, texts, self._vocab_size) if texts else ())
         results = []
         for (place, _), row in zip(records, parsed):
-            result = row if isinstance(row, RowRefused) else [_as_encoded(row)] if isinstance(row, TokenRow) else None
-            if result is None:
-                result = next(encoded)
+            result: list[Encoded] | RowRefused
+            if isinstance(row, Conversation):
+                result = next(encoded_chats)
+            elif isinstance(row, PlainText):
+                result = next(encoded_texts)
+            elif isinstance(row, TokenRow):
+                result = [Encoded(row.input_ids, row.loss_mask)]
+            else:
+                result = row
             name = str(place) if isinstance(row, RowRefused) else row.id
             if isinstance(result, RowRefused):
                 results.append(ReadRow(place, name, [], result))
@@ -88,8 +98,6 @@ class RowReader:
 
     def _get_encoder(self) -> Encoder:
         if self._encoder is None:
-            if self._tokenizer is None:
-                raise DataError("the data holds conversations, but there is no tokenizer to make ids of them")
             config = self._config
             variables = template_variables(
                 self._tokenizer, config.enable_thinking, config.reasoning_effort, config.date
@@ -115,10 +123,6 @@ class RowReader:
         if self._agreement is None:
             return f"{self._template_name} (not compared with the tokenizer's own: data.verify_template=false)"
         return self._agreement.describe()
-
-
-def _as_encoded(row: TokenRow) -> Encoded:
-    return Encoded(row.input_ids, row.loss_mask)
 
 
 def account_for(row: ReadRow, summary: Summary) -> None:
