@@ -189,6 +189,41 @@ def test_tokens_follow_the_returned_probabilities(kind):
     assert len(seen) > 1
 
 
+def test_deepspec_draws_from_a_rounded_distribution():
+    """dspark_spec 8.2, defect 2: tokens from a bf16 softmax, here torch's, while the ratio's q stays fp32."""
+    import torch
+
+    config, params, frozen = drafter_parts("none")
+    drafter = decode.make_drafter(
+        config, jnp.float32, params=params, frozen=frozen, max_context=24, prefill_width=8, sample_dtype=jnp.bfloat16
+    )
+    feed(drafter, context(6))
+    differ = 0
+    for seed in range(40):
+        u = uniforms(seed=seed)
+        proposal = drafter.propose(5, u, 1.0)
+        hidden, tokens = np.asarray(proposal.hidden)[0], np.asarray(proposal.tokens)[0]
+        expected = distributions_by_hand("none", proposal.hidden[0], 5, tokens, 1.0)
+        np.testing.assert_allclose(proposal.probs[0], expected, atol=2e-6)
+        logits = torch.from_numpy(hidden @ np.asarray(frozen.lm_head, np.float32)[:V].T)
+        rounded = torch.softmax(logits.bfloat16(), -1).double().numpy()
+        for k, token in enumerate(tokens):
+            total, below = rounded[k].sum(), rounded[k, :token].sum()
+            assert below - 5e-3 <= u[0, k] * total <= below + rounded[k, token] + 5e-3
+            exact = np.searchsorted(np.cumsum(expected[k]), u[0, k], side="right")
+            differ += exact != token
+    assert 0 < differ < 20, "rounding moves a few tokens, not most"
+
+
+def test_bad_weights_show_slot_by_slot():
+    config, params, frozen = drafter_parts("vanilla")
+    assert np.asarray(make().propose(3, uniforms(), 1.0).finite).all()
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    drafter = decode.make_drafter(config, jnp.float32, params=broken, frozen=frozen, max_context=24, prefill_width=8)
+    for temperature in (0.0, 1.0):
+        assert not np.asarray(drafter.propose(3, uniforms(), temperature).finite).any()
+
+
 def test_confidence_uses_the_sampled_tokens():
     config, params, _ = drafter_parts("vanilla")
     drafter = make()
@@ -216,6 +251,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
     logits = rng.normal(size=(64, 50_000)).astype(np.float32) * 3
     logits[:, rng.random(50_000) < 0.5] = -np.inf
     logits[:, -1] = logits[:, 0] = -np.inf
+    logits[::2, 256:512] = -np.inf  # a block of the vocabulary without any mass
     probs = jax.nn.softmax(logits, axis=-1)
     draw = jax.jit(decode.draw)
     for u in (0.0, np.nextafter(np.float32(1), np.float32(0)), 1.0, 0.5, 1e-38):

@@ -3,88 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.evaluate.config import EvalConfig
+from train.evaluate.options import deviations, eval_options, parser
 
 if TYPE_CHECKING:
     from target_bridge.target import Target
     from train.evaluate.draft import LoadedDraft
-    from train.evaluate.protocol import Progress
+    from train.evaluate.journal import Journal
     from train.evaluate.result import EvalResult
-    from train.evaluate.tasks import Prompt
-
-#: Fields of EvalConfig that are options of the same name.
-_FIELDS = (
-    "prompts", "limit", "max_new_tokens", "temperature", "confidence_threshold", "seed", "dtype",
-    "max_context", "template",
-)  # fmt: skip
-#: Above this, the gap between the two best plain logits is no tie that rounding in float32 could break.
-TIE = 1e-3
-#: Outputs shown in the HTML report.
-SHOWN_SAMPLES = 8
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options of `draft-jax eval`."""
-    made = argparse.ArgumentParser(
-        prog="draft-jax eval",
-        description="Accept length and speed of a draft, by exact rejection sampling against its target.",
-    )
-    add = made.add_argument
-    add(
-        "--draft",
-        required=True,
-        help="a run directory, or any DSpark folder (DeepSpec's, SpecForge's or ours)",
-    )
-    add("--target", help="folder or hub name of the target (default: the one the draft was trained for)")
-    add("--step", default="latest", help="checkpoint of a run: latest, best or a number (default: latest)")
-    add(
-        "--untrained",
-        action="store_true",
-        help="evaluate a freshly initialised draft of the same shape instead",
-    )
-    add(
-        "--prompts",
-        help="JSONL file: turns, messages or conversations (default: prompts shipped with the package)",
-    )
-    add("--limit", type=int, help="at most this many prompts")
-    add("--max-new-tokens", type=int, help="tokens generated per prompt (default: 128)")
-    add("--temperature", type=float, help="0 = greedy (default: 0)")
-    add(
-        "--confidence-threshold",
-        type=float,
-        help="propose up to the first slot predicted below this (default: 0)",
-    )
-    add("--seed", type=int, help="randomness of a prompt = this and the prompt's id (default: 980406)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on a GPU, float32 on a CPU")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    add("--bridge", choices=("hf", "sglang"), help="what runs the target (default: as the run did, else hf)")
-    add(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option of the SGLang engine, e.g. page_size=16; may be repeated (docs/sglang.md)",
-    )
-    add("--max-context", type=int, help="refuse prompts, and stop outputs, beyond so many tokens")
-    add("--template", help="chat template: auto (the tokenizer's own), or as data.template")
-    add(
-        "--no-plain",
-        action="store_true",
-        help="skip plain decoding: no speed to compare with, no identity check",
-    )
-    add("--output", help="write all results as JSON (default for a run: RUN_DIR/eval/...)")
-    add("--report", help="write an HTML report")
-    add("--trust-remote-code", action="store_true", help="run Python code that comes with the target")
-    add("--memory-fraction", type=float, default=0.4, help="share of the GPU for JAX (default: 0.4)")
-    return made
+    from train.evaluate.tasks import PromptSet
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,12 +29,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ValueError, RuntimeError: it could not be done; the message says why.
     """
+    argv = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)
     _prepare(args.device, args.memory_fraction)
     from train.evaluate.draft import load_draft
+    from train.evaluate.output import output_path, rows_folder
 
     draft = load_draft(args.draft, args.step)
     options = eval_options(args, draft.run_config)
+    output = output_path(args, draft, options)
+    if output is None and (args.resume or args.processes > 1 or args.share != (0, 1)):
+        raise ValueError("--resume, --processes and --share work on the rows beside the result: name it with --output")
+    if args.processes > 1:
+        from train.evaluate.journal import prepare
+        from train.evaluate.processes import run_shares
+
+        assert output is not None
+        prepare(rows_folder(output), args.resume)
+        run_shares(argv, args.processes, rows_folder(output))
+        args.resume = True  # what is left is to put the rows together
     from train.evaluate.target import close_target, load_eval_target
 
     target = load_eval_target(
@@ -114,80 +60,99 @@ def main(argv: Sequence[str] | None = None) -> int:
         trust_remote_code=args.trust_remote_code,
     )
     try:
-        return _evaluate(args, draft, options, target)
+        return _evaluate(args, draft, options, target, output)
     finally:
         close_target(target)
 
 
-def _evaluate(args: argparse.Namespace, draft: LoadedDraft, options: EvalConfig, target: Target) -> int:
+def _evaluate(
+    args: argparse.Namespace, draft: LoadedDraft, options: EvalConfig, target: Target, output: Path | None
+) -> int:
     _check_stored_head(draft, target, Path(args.draft))
 
     from train.evaluate.identity import draft_digest
+    from train.evaluate.journal import Journal
+    from train.evaluate.output import rows_folder, write_report, write_result
     from train.evaluate.protocol import evaluate
-    from train.evaluate.tasks import load_prompts
+    from train.evaluate.terminal import ProgressBar, format_result
+    from train.evaluate.texts import token_texts
 
-    prompts = load_prompts(options.prompts, target.tokenizer, limit=options.limit, template=options.template)
-    if left_out := prompts.summary():
+    prompts = load_asked(args, options, target.tokenizer)
+    if left_out := prompts.summary(all_turns=args.all_turns):
         print(left_out, file=sys.stderr)
-    params = None if args.untrained else draft.params
-    with _Bar(len(prompts.prompts)) as progress:
-        result = evaluate(target, draft.config, params, None, prompts.prompts, options, progress)
     name = f"untrained draft shaped as {draft.origin}" if args.untrained else draft.origin
-    result.settings |= {
-        "draft": name,
+    facts: dict[str, Any] = {
         "draft_digest": None if args.untrained else draft_digest(draft.config, draft.params),
-        "prompts": options.prompts or "shipped with the package",
+        "protocol": args.protocol,
+        "protocol_deviations": deviations(args, options),
+        "template": options.template,
+        "all_turns": args.all_turns,
     }
+
+    def journal(settings: Mapping[str, Any]) -> Journal:
+        assert output is not None
+        return Journal(rows_folder(output), {**settings, **facts}, resume=args.resume, share=args.share)
+
+    def described(result: EvalResult) -> EvalResult:
+        result.settings |= {**facts, "draft": name, "prompts": options.prompts or "shipped with the package"}
+        if args.tasks or args.tasks_folder or args.protocol:
+            result.settings["prompts"] = ", ".join(result.tasks)
+        result.token_texts = token_texts(target.tokenizer, result)
+        return result
+
+    whole = args.share == (0, 1)
+    with ProgressBar() as progress:
+        result = evaluate(
+            target,
+            draft.config,
+            None if args.untrained else draft.params,
+            None,
+            prompts,
+            options,
+            progress,
+            journal=None if output is None else journal,
+            share=args.share,
+            partial=(lambda so_far: write_result(output, described(so_far))) if output is not None and whole else None,
+            all_turns=args.all_turns,
+        )
+    described(result)
     print(format_result(result, name))
-    _write(args, draft, result, name, prompts.prompts, target)
+    if not whole:
+        print(f"\nshare {args.share[0] + 1} of {args.share[1]} is done; --resume without --share puts all together")
+        return 0
+    if output is not None:
+        write_result(output, result)
+        print(f"\nwrote {output}, rows in {rows_folder(output)}")
+    if args.report:
+        print(f"wrote {write_report(args.report, result, name, target.tokenizer)}")
     return 1 if result.error else 0
 
 
-def eval_options(args: argparse.Namespace, run_config: Mapping[str, Any] | None) -> EvalConfig:
-    """What to evaluate: the run's own `eval` section where there is one, then what the command line says."""
-    base = EvalConfig()
-    if run_config and run_config.get("eval"):
-        from train.config_file import build
+def load_asked(args: argparse.Namespace, options: EvalConfig, tokenizer: Any) -> PromptSet:
+    """The prompts of a file, or of tasks.
 
-        base = build(run_config["eval"], EvalConfig)
-    given: dict[str, Any] = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
-    if args.no_plain:
-        given["plain"] = False
-    return replace(base, **given)
+    Raises:
+        ValueError: a file or a task is not there, or both are named.
+    """
+    from train.evaluate.tasks import PromptSet, load_prompts
 
+    if options.prompts and (args.tasks or args.tasks_folder):
+        raise ValueError(f"prompts of {options.prompts} and tasks: give one of the two")
+    if options.prompts or not (args.tasks or args.tasks_folder or args.protocol):
+        return load_prompts(options.prompts, tokenizer, limit=options.limit, template=options.template)
+    from train.evaluate.converters import SOURCES
+    from train.evaluate.task_folder import load_task, resolve_tasks
+    from train.evaluate.tasks_command import FOLDER
 
-def format_result(result: EvalResult, name: str) -> str:
-    """The result as text for a terminal: an error first, then tables, refusals and differences."""
-    from train.report import terminal_table
-
-    lines = [f"Evaluation of {name} for target {result.settings.get('target')}"]
-    if result.error:
-        lines += ["", f"ERROR: {result.error}"]
-    lines += ["", terminal_table([("", "value"), *result.table()])]
-    slots = zip(result.survival, result.conditional, result.statistics.slot_rounds)
-    rows = [(slot, survival, conditional, rounds) for slot, (survival, conditional, rounds) in enumerate(slots)]
-    lines += ["", terminal_table([("slot", "survival", "conditional", "rounds"), *rows])]
-    if result.refusals:
-        lines += ["", f"{len(result.refusals)} prompt(s) refused:"]
-        lines += [f"  {refusal.prompt}: {refusal.reason}" for refusal in result.refusals[:10]]
-    if result.differences:
-        lines += ["", *_describe_differences(result)]
-    return "\n".join(lines)
-
-
-def _describe_differences(result: EvalResult) -> list[str]:
-    exact = result.settings.get("draft_dtype") == result.settings.get("target_dtype") == "float32"
-    lines = [f"{len(result.differences)} output(s) differ from plain greedy decoding; where they first part:"]
-    for item in result.differences[:10]:
-        margin = "" if item.margin is None else f", plain logits {item.margin:.2g} apart"
-        lines.append(
-            f"  {item.prompt}: token {item.position} is {item.with_draft}, plain decoding has {item.plain}{margin}"
-        )
-    if not exact:
-        lines.append("  (expected to happen in half precision, where rounding depends on the number of tokens at once)")
-    elif any(item.margin is not None and item.margin > TIE for item in result.differences):
-        lines.append("  (in float32 a gap this large is no rounding: please report it)")
-    return lines
+    names = args.tasks.split(",") if args.tasks else list(SOURCES) if args.protocol else None
+    folder = args.tasks_folder or (FOLDER if Path(FOLDER).is_dir() else None)
+    found = PromptSet()
+    for task in resolve_tasks(names, folder):
+        loaded = load_task(task, tokenizer, limit=options.limit, template=options.template)
+        found.prompts += loaded.prompts
+        found.refused += [(line, f"{task.name}: {reason}") for line, reason in loaded.refused]
+        found.render, found.tokenizer = loaded.render, loaded.tokenizer
+    return found
 
 
 def _prepare(device: str, memory_fraction: float) -> None:
@@ -211,62 +176,3 @@ def _check_stored_head(draft: LoadedDraft, target: Target, folder: Path) -> None
         compared = check_frozen(folder, frozen_to_jax(*target.frozen_head()))
         if compared:
             print(f"{', '.join(compared)} in {folder}: equal to the target's", file=sys.stderr)
-
-
-def _write(
-    args: argparse.Namespace,
-    draft: LoadedDraft,
-    result: EvalResult,
-    name: str,
-    prompts: Sequence[Prompt],
-    target: Target,
-) -> None:
-    output = Path(args.output) if args.output else None
-    if output is None and draft.step is not None:
-        kind = "untrained" if args.untrained else f"step-{draft.step}"
-        output = Path(args.draft) / "eval" / f"{kind}_t{result.settings['temperature']:g}.json"
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-        partial.write_text(json.dumps(result.to_json(), indent=1) + "\n")
-        os.replace(partial, output)
-        print(f"\nwrote {output}")
-    if args.report:
-        from train.report import write_report
-
-        texts = {prompt.id: prompt.text for prompt in prompts}
-        shown = [
-            {"prompt": texts[sample.prompt], "pieces": sample.pieces(target.tokenizer)}
-            for sample in result.samples[:SHOWN_SAMPLES]
-        ]
-        path = write_report(
-            args.report,
-            {
-                "title": f"Evaluation of {name}",
-                "evaluations": [{"name": "draft", "result": result.to_json(samples=False)}],
-                "samples": shown,
-                "config": result.settings,
-            },
-        )
-        print(f"wrote {path}")
-
-
-class _Bar:
-    """Progress on stderr when that is a terminal; hands out the callback `evaluate` takes."""
-
-    def __init__(self, total: int):
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total, desc="prompts", disable=None, file=sys.stderr)
-
-    def __enter__(self) -> Progress:
-        return self._update
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.close()
-
-    def _update(self, done: int, total: int, accept_length: float | None) -> None:
-        self._bar.total = total
-        if accept_length is not None:
-            self._bar.set_postfix_str(f"accept length {accept_length:.2f}", refresh=False)
-        self._bar.update(done - self._bar.n)

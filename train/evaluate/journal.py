@@ -25,6 +25,38 @@ class JournalError(ValueError):
     """Rows that belong to another evaluation, or that nobody asked to go on with; the message says what differs."""
 
 
+def prepare(folder: Path, resume: bool) -> None:
+    """Makes way for an evaluation: without `resume` the rows of a finished one are deleted.
+
+    Raises:
+        JournalError: the rows are of an evaluation that was not finished, or cannot be told.
+    """
+    found = _read_identity(folder)
+    if found is None or resume:
+        return
+    rows = sum(path.read_bytes().count(b"\n") for path in _row_files(folder))
+    if rows and not found["finished"]:
+        raise JournalError(
+            f"{folder} holds {rows} rows of an evaluation that was not finished: go on with --resume, or delete the "
+            "folder to start anew"
+        )
+    (folder / IDENTITY).unlink()
+    for path in _row_files(folder):
+        path.unlink()
+
+
+def _row_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rows-*-of-*.jsonl"))
+
+
+def _read_identity(folder: Path) -> dict[str, Any] | None:
+    path = folder / IDENTITY
+    try:
+        return json.loads(path.read_text()) if path.exists() else None
+    except ValueError as error:
+        raise JournalError(f"{path} cannot be read ({error}); delete {folder} to start anew") from error
+
+
 class Journal:
     """The rows of one evaluation.
 
@@ -51,17 +83,13 @@ class Journal:
         self.plain: dict[str, PlainOutput] = {}
         self._identity = json.loads(json.dumps(identity))
         folder.mkdir(parents=True, exist_ok=True)
-        found = self._read_identity()
-        if found is not None and not resume:
-            self._refuse_unfinished(found)
-            for path in self._row_files():
-                path.unlink()
-            found = None
+        prepare(folder, resume)
+        found = _read_identity(folder)
         if found is None:
             self._write_identity(finished=False)
         else:
             self._check(found)
-        for path in self._row_files():
+        for path in _row_files(folder):
             self._read(path)
         path = folder / f"rows-{share[0] + 1}-of-{share[1]}.jsonl"
         _drop_torn_line(path)
@@ -88,28 +116,10 @@ class Journal:
     def _write(self, row: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")
 
-    def _row_files(self) -> list[Path]:
-        return sorted(self.folder.glob("rows-*-of-*.jsonl"))
-
-    def _read_identity(self) -> dict[str, Any] | None:
-        path = self.folder / IDENTITY
-        try:
-            return json.loads(path.read_text()) if path.exists() else None
-        except ValueError as error:
-            raise JournalError(f"{path} cannot be read ({error}); delete {self.folder} to start anew") from error
-
     def _write_identity(self, finished: bool) -> None:
         partial = self.folder / f".{IDENTITY}.partial-{os.getpid()}"
         partial.write_text(json.dumps({"finished": finished, "identity": self._identity}, indent=1) + "\n")
         os.replace(partial, self.folder / IDENTITY)
-
-    def _refuse_unfinished(self, found: Mapping[str, Any]) -> None:
-        rows = sum(path.read_bytes().count(b"\n") for path in self._row_files())
-        if rows and not found["finished"]:
-            raise JournalError(
-                f"{self.folder} holds {rows} rows of an evaluation that was not finished: go on with --resume, or "
-                "delete the folder to start anew"
-            )
 
     def _check(self, found: Mapping[str, Any]) -> None:
         theirs, ours = found["identity"], self._identity

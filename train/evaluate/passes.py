@@ -100,6 +100,10 @@ class Passes:
                     self._journal.add_plain(output)
                 self._tell()
 
+    def complete(self, prompt: str) -> bool:
+        """Whether all decodings of a prompt are there."""
+        return prompt in self.drafted and (prompt in self.plain or not self._config.plain)
+
     @property
     def _temperature(self) -> float:
         return 0.0 if self._config.greedy else self._config.temperature

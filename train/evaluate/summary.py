@@ -39,7 +39,7 @@ def summarise(
         differences=differences,
         settings=dict(settings),
         compiled=dict(passes.compiled),
-        missing=len(expected) - len(samples),
+        missing=sum(not passes.complete(name) for name in expected),
     )
     result.error = _error(result)
     return result

@@ -73,12 +73,16 @@ class PromptSet:
         """Later user turns of `turns` rows: only the first is asked (dspark_spec 5.1), unless `next_turn` is used."""
         return sum(len(prompt.follow_ups) for prompt in self.prompts)
 
-    def summary(self) -> str:
-        """What was left out: a line per reason with its count and first place. Empty when nothing was."""
+    def summary(self, all_turns: bool = False) -> str:
+        """What was left out: a line per reason with its count and first place. Empty when nothing was.
+
+        Args:
+            all_turns: later turns are asked too, so that none of them is left out.
+        """
         counts = Counter(reason for _, reason in self.refused)
         first = {reason: line for line, reason in reversed(self.refused)}
         lines = [f"{count} row(s) refused: {reason} (first: line {first[reason]})" for reason, count in counts.items()]
-        if self.unused_turns:
+        if self.unused_turns and not all_turns:
             lines.append(f"{self.unused_turns} later user turn(s) not asked: a row of turns asks its first")
         return "\n".join(lines)
 

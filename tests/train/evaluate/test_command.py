@@ -1,13 +1,16 @@
 """`draft-jax eval` from its arguments to its files."""
 
 import json
+import re
 
 import pytest
 
 from draft_jax.config import DraftConfig
-from train.evaluate.command import eval_options, format_result, main, parser
+from train.evaluate.command import main
 from train.evaluate.config import EvalConfig
 from train.evaluate.draft import load_draft
+from train.evaluate.options import eval_options, parser
+from train.evaluate.terminal import format_result
 from train.export import export
 
 
@@ -37,6 +40,8 @@ def arguments(draft_folder, prompts_file):
         str(prompts_file),
         "--max-new-tokens",
         "10",
+        "--batch-size",
+        "4",
         "--device",
         "cpu",
     ]
@@ -55,7 +60,13 @@ def test_folder_to_table_json_and_report(arguments, tmp_path, capsys, target_fol
     assert record["settings"]["target"] == str(target_folder), "the target is the one the draft names"
     assert record["accept_length"] >= 1
     assert "Sample outputs" in report.read_text()
-    assert [path.name for path in output.parent.iterdir()] == ["eval.json"]
+    assert sorted(path.name for path in output.parent.iterdir()) == ["eval.json", "eval.rows"]
+    rows = [json.loads(line) for line in (output.parent / "eval.rows" / "rows-1-of-1.jsonl").read_text().splitlines()]
+    assert sorted((row["kind"], row["prompt"]) for row in rows) == sorted(
+        (kind, sample["prompt"]) for kind in ("draft", "plain") for sample in record["samples"]
+    )
+    assert record["token_texts"]
+    assert record["missing"] == 0
 
 
 def test_untrained_differs_and_says_so(arguments, tmp_path, capsys):
@@ -71,7 +82,7 @@ def test_nothing_proposed_is_printed_as_an_error_and_exits_with_1(arguments, cap
     assert main([*arguments, "--confidence-threshold", "1.0", "--limit", "1"]) == 1
     printed = capsys.readouterr().out
     assert "ERROR: the draft proposed nothing" in printed
-    assert "accept length (bonus included, per round)  -" in printed
+    assert re.search(r"accept length \(bonus included, per round\) +-\n", printed)
 
 
 def test_another_target_is_refused(arguments, tmp_path, target_folder):
@@ -87,7 +98,7 @@ def test_another_target_is_refused(arguments, tmp_path, target_folder):
 
 def test_a_gpu_that_jax_does_not_see_is_refused(arguments):
     with pytest.raises(ValueError, match=r"--device cuda, but JAX .* sees no GPU"):
-        main([*arguments[:-1], "cuda"])
+        main([*arguments, "--device", "cuda"])
 
 
 def test_a_stored_head_of_another_target_is_refused(arguments, draft_folder, tmp_path):
@@ -110,6 +121,197 @@ def test_options_come_from_the_run_then_from_the_command_line():
     assert eval_options(args, None) == EvalConfig(temperature=0.7, plain=False)
     run = {"eval": {"max_new_tokens": 32, "temperature": 0.3, "seed": 5}}
     assert eval_options(args, run) == EvalConfig(max_new_tokens=32, temperature=0.7, seed=5, plain=False)
+
+
+_TIMED = (
+    "tokens_per_second_draft", "tokens_per_second_plain", "speedup", "rounds_per_second", "draft_share", "seconds",
+    "plain_seconds", "compiled",
+)  # fmt: skip
+
+
+def assert_same(one, two):
+    """Two results are equal, but for times, how they were run, and the last digits of confidences: a matrix product of
+    another batch size rounds otherwise."""
+    records, confidences = [], []
+    for path in (one, two):
+        record = json.loads(path.read_text())
+        for name in _TIMED:
+            record.pop(name)
+        record["settings"].pop("batch_size")
+        for sample in record["samples"]:
+            sample.pop("seconds"), sample.pop("plain_seconds")
+        rounds = [item for sample in record["samples"] for item in sample["rounds"]]
+        confidences.append([value for item in rounds for value in item.pop("confidence_logits")])
+        for difference in record["differences"]:
+            difference.pop("margin")
+        records.append(record)
+    assert records[0] == records[1]
+    assert confidences[0] == pytest.approx(confidences[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_shares_put_together_are_the_whole(arguments, tmp_path, temperature, capsys):
+    """Two processes' worth of shares, of other batch sizes, then --resume with nothing left: the same result."""
+    arguments = [*arguments, "--temperature", temperature, "--output"]
+    assert main([*arguments, str(tmp_path / "whole.json")]) == 0
+    shared = [*arguments, str(tmp_path / "shared.json"), "--resume"]
+    for share, batch in (("2/2", "1"), ("1/2", "4")):
+        assert main([*shared, "--share", share, "--batch-size", batch]) == 0
+        assert f"share {share[0]} of 2 is done" in capsys.readouterr().out
+        assert not (tmp_path / "shared.json").exists()
+    assert main([*shared, "--no-plain"]) == 0
+    assert main([*shared]) == 0
+    assert_same(tmp_path / "shared.json", tmp_path / "whole.json")
+    assert sorted(path.name for path in (tmp_path / "shared.rows").iterdir()) == [
+        "identity.json", "rows-1-of-1.jsonl", "rows-1-of-2.jsonl", "rows-2-of-2.jsonl",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_processes_put_together_are_the_whole(arguments, tmp_path, cli):
+    """The same through processes of their own: what `--processes 2` writes is what one process writes."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    for output, processes in ((one, "1"), (two, "2")):
+        done = cli(
+            "eval", *arguments, "--temperature", "1", "--output", str(output), "--processes", processes, timeout=600
+        )
+        assert done.code == 0, done.err
+    assert_same(two, one)
+
+
+def test_a_killed_evaluation_goes_on_where_it_stopped(arguments, tmp_path, monkeypatch):
+    """Killed after three decodings, the last line torn: without --resume it is refused, with it nothing is decoded
+    twice, under other settings it is refused by name."""
+    from train.evaluate import journal
+
+    whole, output = tmp_path / "whole.json", tmp_path / "killed.json"
+    assert main([*arguments, "--output", str(whole)]) == 0
+    write = journal.Journal._write
+    written = []
+
+    def dies(self, row):
+        if len(written) == 3:
+            self._file.write('{"kind": "draft", "prom')
+            raise KeyboardInterrupt
+        written.append(row["prompt"])
+        write(self, row)
+
+    monkeypatch.setattr(journal.Journal, "_write", dies)
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, "--output", str(output)])
+    assert len(written) == 3
+    again = []
+    monkeypatch.setattr(journal.Journal, "_write", lambda self, row: again.append(row["prompt"]) or write(self, row))
+    with pytest.raises(ValueError, match=r"killed\.rows holds 3 rows of an evaluation that was not finished"):
+        main([*arguments, "--output", str(output)])
+    for option, value, message in (
+        ("--max-new-tokens", "9", r"max_new_tokens was 10, now 9"),
+        ("--temperature", "1", r"temperature was 0\.0, now 1\.0"),
+        ("--limit", "2", r"prompts_digest was '\w+', now"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            main([*arguments, "--output", str(output), "--resume", option, value])
+    with pytest.raises(ValueError, match="draft_digest was"):
+        main([*arguments, "--output", str(output), "--resume", "--untrained"])
+    assert not again
+    assert main([*arguments, "--output", str(output), "--resume"]) == 0
+    assert len(again) == 2 * 4 - 3
+    assert_same(output, whole)
+    assert main([*arguments, "--output", str(output)]) == 0, "a finished one is replaced"
+
+
+def test_a_partial_result_is_written_after_each_task(arguments, tmp_path, prompts_file, monkeypatch):
+    """Two tasks; the evaluation dies in the second: the first one's figures are there, and say what is missing."""
+    from train.evaluate import passes
+
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name, rows in (("one", 3), ("two", 2)):
+        lines = prompts_file.read_text().splitlines(keepends=True)[:rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    without_prompts = [a for a in arguments if a not in ("--prompts", str(prompts_file))]
+    output = tmp_path / "tasks.json"
+    run = passes.Passes.run
+
+    def dies(self, jobs):
+        if jobs[0].prompt.task == "two":
+            raise RuntimeError("power cut")
+        run(self, jobs)
+
+    monkeypatch.setattr(passes.Passes, "run", dies)
+    options = [*without_prompts, "--tasks-folder", str(folder), "--output", str(output)]
+    with pytest.raises(RuntimeError, match="power cut"):
+        main(options)
+    record = json.loads(output.read_text())
+    assert (record["prompts"], record["missing"]) == (3, 2)
+    assert list(record["tasks"]) == ["one"]
+    monkeypatch.setattr(passes.Passes, "run", run)
+    assert main([*options, "--resume"]) == 0
+    record = json.loads(output.read_text())
+    assert (record["prompts"], record["missing"]) == (5, 0)
+    assert {name: task["prompts"] for name, task in record["tasks"].items()} == {"one": 3, "two": 2}
+    assert record["settings"]["prompts"] == "one, two"
+
+
+def test_later_turns_are_asked_after_the_drafted_answers(arguments, tmp_path, draft_folder):
+    """The second prompt is the template's text of question, decoded answer and next question, tokenised anew."""
+    path = tmp_path / "turns.jsonl"
+    path.write_text(json.dumps({"id": "q", "turns": ["w8 w9", "w30"]}) + "\n" + json.dumps({"turns": ["w11"]}) + "\n")
+    chosen = [a if not a.endswith("prompts.jsonl") else str(path) for a in arguments]
+    output = tmp_path / "turns.json"
+    assert main([*chosen, "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["prompts"] == 2
+    assert main([*chosen, "--all-turns", "--output", str(output)]) == 0
+    samples = {sample["prompt"]: sample for sample in json.loads(output.read_text())["samples"]}
+    assert len(samples) == 3
+    later = samples["q#turn2"]
+    assert later["text"] == "w30"
+    assert later["prompt_tokens"] > samples["q"]["prompt_tokens"]
+    assert later["output_tokens"] == later["plain_tokens"]
+
+
+@pytest.mark.parametrize("option", [["--resume"], ["--processes", "2"], ["--share", "1/2"]])
+def test_rows_need_a_place(arguments, option):
+    with pytest.raises(ValueError, match="name it with --output"):
+        main([*arguments, *option])
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b"])
+def test_shares_that_are_none(text, capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--draft", "x", "--share", text])
+    assert "is no share: give I/N" in capsys.readouterr().err
+
+
+def test_deepspec_protocol_is_its_settings(arguments):
+    """dspark_spec 5.1: defaults, seeds, nothing of the run's own; what is given besides wins and is noted."""
+    from train.evaluate.options import deviations
+
+    args = parser().parse_args(["--draft", "x", "--protocol", "deepspec"])
+    options = eval_options(args, {"eval": {"max_new_tokens": 7, "seed": 3}})
+    assert (options.temperature, options.max_new_tokens, options.confidence_threshold) == (1.0, 2048, 0.0)
+    assert (options.seed, options.seed_by, options.template) == (980406, "index", "auto")
+    assert (options.draft_sampling, options.count_overshoot) == ("float32", False)
+    assert deviations(args, options) == {}
+    args = parser().parse_args(
+        ["--draft", "x", "--protocol", "deepspec", "--draft-sampling", "bfloat16", "--count-overshoot", "--limit", "5"]
+    )
+    options = eval_options(args, None)
+    assert (options.draft_sampling, options.count_overshoot) == ("bfloat16", True)
+    assert deviations(args, options) == {"limit": 5}
+
+
+def test_deepspec_protocol_wants_its_nine_tasks(arguments, prompts_file, tmp_path):
+    without_prompts = [a for a in arguments if a not in ("--prompts", str(prompts_file))]
+    (tmp_path / "gsm8k.jsonl").write_text(prompts_file.read_text())
+    with pytest.raises(ValueError, match=r"task '.*' is no file and not in the tasks folder"):
+        main([*without_prompts, "--protocol", "deepspec", "--tasks-folder", str(tmp_path)])
+    output = tmp_path / "out.json"
+    options = ["--protocol", "deepspec", "--tasks", "gsm8k", "--tasks-folder", str(tmp_path), "--output", str(output)]
+    assert main([*without_prompts, *options]) == 0
+    settings = json.loads(output.read_text())["settings"]
+    assert (settings["protocol"], settings["seed_by"], settings["temperature"]) == ("deepspec", "index", 1.0)
+    assert settings["protocol_deviations"] == {"max_new_tokens": 10, "tasks": "gsm8k"}
 
 
 @pytest.mark.parametrize("content", [None, "x"])
@@ -136,6 +338,10 @@ def test_steps_are_for_runs(draft_folder):
         ({"max_context": 1}, "max_context is 1"),
         ({"seed": -1}, "seed is -1"),
         ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"every": -1}, "every is -1"),
+        ({"seed_by": "line"}, "seed_by is 'line'"),
+        ({"draft_sampling": "float16"}, "draft_sampling is 'float16'"),
     ],
 )
 def test_options_that_cannot_be_meant(fields, message):

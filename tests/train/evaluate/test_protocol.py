@@ -14,6 +14,7 @@ from train.evaluate.plain import decode_plain
 from train.evaluate.protocol import MismatchError, evaluate
 from train.evaluate.roster import Job, sample_generator
 from train.evaluate.tasks import Prompt
+from train.evaluate.terminal import format_result
 
 
 def settings(**fields) -> EvalConfig:
@@ -201,6 +202,63 @@ def test_stop_token_ends_the_output(make_target, make_config, make_params, make_
         assert sample.finish == ("eos" if eos in whole else "length")
     assert result.identical_to_plain == 24
     assert result.to_json()["finish"]["eos"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_deepspec_counts_past_the_budget_on_request(target, config, params, make_prompts, temperature):
+    """dspark_spec 5.1 step 9: rounds go on while the last token's index is below prompt + budget, each whole; the
+    output is trimmed. So they are the first rounds of a decoding with a large budget."""
+    prompts = make_prompts(4)
+    long = evaluate(
+        target, config, params, None, prompts, settings(max_new_tokens=48, temperature=temperature, plain=False)
+    )
+    ours = evaluate(
+        target,
+        config,
+        params,
+        None,
+        prompts,
+        settings(max_new_tokens=12, temperature=temperature, count_overshoot=True),
+    )
+    longer = 0
+    for sample, whole in zip(ours.samples, long.samples, strict=True):
+        rounds, after_first = [], 0
+        while after_first < 12:
+            rounds.append(dataclasses.replace(whole.rounds[len(rounds)], finish=None))
+            after_first += rounds[-1].length
+        assert [dataclasses.replace(item, finish=None) for item in sample.rounds] == rounds
+        assert sample.output_tokens == whole.output_tokens[:12]
+        assert len(sample.token_kinds) == 12
+        longer += after_first > 11
+    assert longer == 4
+    assert ours.statistics.committed > sum(len(sample.output_tokens) - 1 for sample in ours.samples)
+    if temperature == 0:
+        assert ours.identical_to_plain == 4
+    assert ours.settings["count_overshoot"] is True
+
+
+def test_deepspec_seeds_by_place(target, config, params, make_prompts):
+    """Sample i of a task has seed + i, whatever its id; a task's prefix is unchanged when the task is longer."""
+    eval_config = settings(max_new_tokens=10, temperature=1.0, plain=False, seed_by="index", seed=7)
+    prompts = [dataclasses.replace(prompt, index=i) for i, prompt in enumerate(make_prompts(4))]
+    first = evaluate(target, config, params, None, prompts, eval_config)
+    renamed = [dataclasses.replace(prompt, id=f"other{prompt.index}") for prompt in prompts[:2]]
+    again = evaluate(target, config, params, None, renamed, eval_config)
+    assert list(outputs(again).values()) == list(outputs(first).values())[:2]
+    shifted = [dataclasses.replace(prompt, index=prompt.index + 1) for prompt in prompts]
+    by_seed = evaluate(target, config, params, None, shifted, dataclasses.replace(eval_config, seed=6))
+    assert outputs(by_seed) == outputs(first), "seed + place is what counts"
+
+
+def test_bf16_draft_sampling_says_that_it_is_not_lossless(target, config, params, make_prompts):
+    eval_config = settings(max_new_tokens=10, temperature=1.0, plain=False, draft_sampling="bfloat16")
+    result = evaluate(target, config, params, None, make_prompts(4), eval_config)
+    assert result.settings["draft_sampling"] == "bfloat16"
+    assert "NOT LOSSLESS" in format_result(result, "d")
+    exact = evaluate(
+        target, config, params, None, make_prompts(4), dataclasses.replace(eval_config, draft_sampling="float32")
+    )
+    assert "NOT LOSSLESS" not in format_result(exact, "d")
 
 
 def test_budget_of_one_token_runs_no_round_and_says_so(target, config, params, make_prompts):
