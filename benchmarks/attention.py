@@ -1,4 +1,4 @@
-"""Time and error of the attention op alone: `PYTHONPATH=. python benchmarks/attention.py --shape qwen3-8b`.
+"""Time and error of the attention op alone: `python -m benchmarks.attention --shape qwen3-8b`.
 
 Prints one JSON line per case. The arithmetic counted is the exact one: every query row with every key it may see,
 4 operations per pair and channel forward, 2.5 times that backward (dspark_spec 8.1); what a kernel computes besides
@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.measure import describe_device, median_ms, product_rate, relative_error
+from benchmarks import shapes
+from benchmarks.measure import describe_device, peak_gib, pipelined_ms, product_rate, relative_error
 from draft_jax.attention import IMPLEMENTATIONS, block_attention
 
-#: Query heads, key/value heads, head dim of the draft made for each target.
-SHAPES = {"qwen3-4b": (32, 8, 128), "qwen3-8b": (32, 8, 128), "glm-5.2": (64, 16, 64), "smollm2-135m": (9, 3, 64)}
 NAMES = ("output", "q", "k_context", "v_context", "k_block", "v_block")
 
 
@@ -78,7 +77,7 @@ def measure(case: Case, implementation: str, dtype: Any, rate: float, check: boo
     tensors, sides, probe = case.arrays(dtype)
     both = jax.jit(functools.partial(step, implementation)).lower(tensors, sides, probe).compile()
     alone = jax.jit(lambda t, s: block_attention(*t, *s, implementation=implementation))
-    forward, total = median_ms(alone, tensors, sides), median_ms(both, tensors, sides, probe)
+    forward, total = pipelined_ms(alone, tensors, sides), pipelined_ms(both, tensors, sides, probe)
     tflops = case.tflop(True) / total * 1e3
     result = {
         "date": datetime.date.today().isoformat(),
@@ -94,7 +93,7 @@ def measure(case: Case, implementation: str, dtype: Any, rate: float, check: boo
         "product_tflops": round(rate, 1),
         "share_of_product_rate": round(tflops / rate, 4),
         "temporary_gib": round(both.memory_analysis().temp_size_in_bytes / 2**30, 3),
-        "peak_gib": _peak_gib(),
+        "peak_gib": peak_gib(),
     }
     if check:
         reference = _reference(tensors, sides, probe)
@@ -103,11 +102,6 @@ def measure(case: Case, implementation: str, dtype: Any, rate: float, check: boo
             name: float(f"{relative_error(a, b):.3g}") for name, a, b in zip(NAMES, values, reference, strict=True)
         }
     return result
-
-
-def _peak_gib() -> float | None:
-    stats = jax.devices()[0].memory_stats()
-    return None if not stats else round(stats["peak_bytes_in_use"] / 2**30, 3)
 
 
 def _reference(tensors: Any, sides: Any, probe: jax.Array) -> tuple[jax.Array, ...]:
@@ -119,21 +113,21 @@ def _reference(tensors: Any, sides: Any, probe: jax.Array) -> tuple[jax.Array, .
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """The shapes asked for."""
-    H, G, C = SHAPES[options.shape]
+    sizes = shapes.sizes_of(options)
+    H, G, C = sizes.heads, sizes.kv_heads, sizes.head_dim
     for length in options.length:
         for anchors in options.anchors:
-            yield Case(options.rows, length, anchors, options.block, H, G, C, options.documents)
+            yield Case(options.rows, length, anchors, sizes.block, H, G, C, options.documents)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    shapes.add_arguments(parser)
     parser.add_argument("--implementation", nargs="+", default=["triton"], choices=sorted(IMPLEMENTATIONS))
     parser.add_argument("--rows", type=int, default=1, help="rows B of a batch")
     parser.add_argument("--length", type=int, nargs="+", default=[4096], help="tokens L of a row")
     parser.add_argument("--anchors", type=int, nargs="+", default=[512], help="anchors N of a row")
-    parser.add_argument("--block", type=int, default=7, help="block K")
     parser.add_argument("--documents", type=int, default=1, help="documents packed into a row")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--rate", type=float, help="TFLOP/s of a bf16 product; measured when left out")

@@ -1,6 +1,6 @@
 """Time each attention kernel alone over candidate tiles: how the tiles in `draft_jax/attention/triton.py` were chosen.
 
-`PYTHONPATH=. python benchmarks/attention_tiles.py --shape qwen3-8b forward=128,128,8,3 dkv=64,128,8,3,2 ...`: kernel =
+`python -m benchmarks.attention_tiles --shape qwen3-8b forward=128,128,8,3 dkv=64,128,8,3,2 ...`: kernel =
 rows, keys, warps, stages[, splits]. Prints a table; a tile that does not fit the device is reported and skipped.
 """
 
@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.attention import SHAPES, Case
-from benchmarks.measure import median_ms
+from benchmarks.attention import Case
+from benchmarks.measure import pipelined_ms
+from benchmarks.shapes import TARGETS
 from draft_jax.attention.context_kernels import context_dkv, context_dq, context_forward
 from draft_jax.attention.tiles import Tile
 
@@ -40,13 +41,15 @@ def kernel_inputs(case: Case) -> dict[str, tuple[Any, ...]]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--shape", choices=sorted(TARGETS), default="qwen3-8b")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("candidates", nargs="+", metavar="KERNEL=ROWS,KEYS,WARPS,STAGES[,SPLITS]")
     options = parser.parse_args()
-    case = Case(options.rows, options.length, options.anchors, 7, *SHAPES[options.shape])
+    sizes = TARGETS[options.shape]
+    heads = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"])
+    case = Case(options.rows, options.length, options.anchors, 7, *heads)
     inputs = kernel_inputs(case)
     kernels = {"forward": context_forward, "dq": context_dq, "dkv": context_dkv}
     for candidate in options.candidates:
@@ -57,7 +60,7 @@ def main() -> None:
         except jax.errors.JaxRuntimeError as error:
             print(f"{candidate:28} does not compile: {str(error).splitlines()[0][:100]}", flush=True)
             continue
-        ms = median_ms(run, *inputs[name])
+        ms = pipelined_ms(run, *inputs[name])
         tflops = case.tflop(False) * PRODUCTS[name] / 2 / ms * 1e3
         print(f"{candidate:28} {ms:8.3f} ms  {tflops:6.1f} TFLOP/s of its exact products", flush=True)
 

@@ -28,6 +28,24 @@ def median_ms(call: Callable[..., Any], *arguments: Any, repeats: int = 12, warm
     return statistics.median(wall_ms(call, *arguments, repeats=repeats, warm_up=warm_up))
 
 
+def pipelined_ms(call: Callable[..., Any], *arguments: Any, few: int = 5, many: int = 25, repeats: int = 9) -> float:
+    """Milliseconds the device needs for one of many calls enqueued back to back, as kernels are inside a step.
+
+    The median over `repeats` of (time of `many` calls - time of `few`) / (many - few): what a single wait costs the
+    host, some tenths of a millisecond, drops out.
+    """
+
+    def seconds(calls: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            result = call(*arguments)
+        jax.block_until_ready(result)
+        return time.perf_counter() - begin
+
+    seconds(few)
+    return 1e3 * statistics.median((seconds(many) - seconds(few)) / (many - few) for _ in range(repeats))
+
+
 def product_rate(dtype: Any = jnp.bfloat16, size: int | None = None, repeats: int = 10) -> float:
     """TFLOP/s of a large square matrix product on random data: the ceiling of everything else.
 

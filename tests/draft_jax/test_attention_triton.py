@@ -242,6 +242,33 @@ def test_refuses_what_it_is_not_made_for():
         block_attention(*map(jnp.asarray, tensors), *sides, implementation="triton")
 
 
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 1000, 65, 7, 32, 8, 128),
+        (1, 513, 40, 7, 64, 16, 64),
+        (1, 300, 33, 16, 8, 1, 64),
+        (1, 100, 9, 5, 9, 3, 64),
+        (1, 64, 3, 7, 2, 2, 128),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_a_gpu(shape, dtype):
+    """Compiled: relative error of outputs and gradients against fp64 on the same rounded values."""
+    tensors, sides, probe = draw(shape, seed=5)
+    rounded = [jnp.asarray(x, dtype) for x in (*tensors, probe)]
+    exact = [np.asarray(x, np.float32) for x in rounded]
+
+    @jax.jit
+    def step(tensors, probe):
+        out, back = jax.vjp(lambda *t: block_attention(*t, *sides, implementation="triton"), *tensors)
+        return [out, *back(probe)]
+
+    for a, b in zip(step(rounded[:5], rounded[5]), dense(exact[:5], sides, exact[5]), strict=True):
+        assert np.linalg.norm(np.asarray(a, np.float64) - b) < 1e-2 * np.linalg.norm(b)
+
+
 SHARDED = """
 import sys
 sys.path.insert(0, {root!r})
