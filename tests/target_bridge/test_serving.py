@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from target_bridge.serving.diagnosis import REMEDIES, diagnose, log_tail
+from target_bridge.serving.known_faults import known_fault
 from target_bridge.serving.server import Deadlines, EngineServer, ServerFailure, ServerSettings
 from tests.fake_sglang import FOLDER
 
@@ -242,3 +243,22 @@ def test_unknown_causes_are_not_invented(tmp_path):
     assert log_tail(log) == "  | INFO: all is well"
     assert log_tail(tmp_path / "none") == "  (the server wrote no log)"
     assert len({remedy.action for remedy in REMEDIES}) == len(REMEDIES)
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "faulty"),
+    [
+        ("0.5.16", "triton", True),
+        ("0.5.16.post1", "triton", True),
+        ("0.5.22", "triton", True),
+        ("0.5.23", "triton", False),
+        ("0.5.23rc1", "triton", False),
+        ("0.6.0", "triton", False),
+        ("0.5.16", "flashinfer", False),
+        ("0.5.16", None, False),
+    ],
+)
+def test_the_triton_draft_backend_of_old_versions_is_told(version, backend, faulty):
+    fault = known_fault(version, {"speculative_draft_attention_backend": backend})
+    assert bool(fault) == faulty
+    assert fault is None or "--draft-attention-backend flashinfer" in fault

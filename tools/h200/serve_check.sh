@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # serve-check on an H200 without network: stock SGLang 0.5.16 from tools/sglang_bundle, the public DeepSpec draft of
 # SmolLM2, then optionally a draft trained here. Stages, because a call carries 64 MiB; see docs/serving.md.
-#   serve_check.sh unpack      wheels, bundle (whatever of .whl, .carry/sglang is here) in the background
+#   serve_check.sh unpack      wheels, bundle (whatever of .whl, .carry/sglang is here)
+#   serve_check.sh warm        compiles FlashInfer's kernels (in the background: `setsid ... warm &` while other parts travel)
 #   serve_check.sh target      SmolLM2 from the two GGUF parts (.carry/a, .carry/b)
 #   serve_check.sh draft       the public draft from .carry/draft, rewritten in the serving layout
 #   serve_check.sh smoke       Engine with that draft, temperature 0 and 1; fills the kernel caches
@@ -12,10 +13,18 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 W=${WORK:-/tmp/serve}; B=/tmp/sglang_bundle; OUT=${OUT:-$W/out}
 export DRAFT_JAX_CACHE=${DRAFT_JAX_CACHE:-/tmp/cache} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export PYTHONPATH=/tmp/site:$PWD CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+export PYTHONPATH=/tmp/site:$PWD CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} FLASHINFER_CUDA_ARCH_LIST=9.0a
+# FlashInfer's sampling kernels include curand.h, which pip's CUDA packages keep among Python's
+if [ ! -e $CUDA_HOME/include/curand.h ]; then
+  for h in $(python3 -c "import site; print(*site.getsitepackages())"); do
+    for d in "$h"/nvidia/*/include; do [ ! -e "$d/curand.h" ] || export CPATH="$d${CPATH:+:$CPATH}"; done
+  done
+fi
 TARGET=${TARGET:-$DRAFT_JAX_CACHE/SmolLM2-135M-Instruct}
-# flags for server and smoke: Triton attention (the bundle leaves FlashAttention-3 out), a third of the GPU
+# flags for server and smoke: the bundle leaves FlashAttention-3 out, and 0.5.16's Triton backend is wrong for a draft
+# (docs/serving.md): Triton for the target, FlashInfer for the draft; a third of the GPU
 SERVER=(--server-pythonpath $B/transformers --server-pythonpath $B/rest --attention-backend triton --server-memory 0.3
+        --draft-attention-backend "${DRAFT_BACKEND:-flashinfer}"
         --concurrency "${CONCURRENCY:-16}" --start-timeout 300 --request-timeout 300)
 [ -n "${GRAPHS:-}" ] || SERVER+=(--server-arg disable_cuda_graph=true)
 mkdir -p "$W" "$OUT" /tmp/site
@@ -35,6 +44,12 @@ unpack() {
   fi
   step unpack "\"wheels\": $(ls /tmp/site | wc -l), \"bundle\": $([ -e $B/done ] && echo true || echo false)"
 }
+warm() { # in SGLang's own environment
+  PYTHONPATH=$B/transformers:$B/rest:$PYTHONPATH python3 tools/h200/warm_flashinfer.py > $W/warm.json 2> $W/warm.log || true
+  cat $W/warm.json; tail -2 $W/warm.log; touch $W/warmed
+  step warm
+}
+warmed() { while [ ! -e $W/warmed ] && [ $SECONDS -lt 240 ]; do sleep 1; done; cat $W/warm.json; }
 target() {
   [ -d .carry/a ] && cp -n .carry/a/part_aa $W/ || true
   [ -d .carry/b ] && cp -n .carry/b/part_ab $W/ || true
@@ -76,6 +91,7 @@ served() { # NAME DRAFT LIMIT
 check() { offline "$1" "$2" "$3" 0 & offline "$1" "$2" "$3" 1 & wait; served "$1" "$2" "$3"; }
 all() {
   draft
+  [ -e $W/warmed ] || { [ -e $W/warm.log ] && warmed || warm; }
   smoke &
   offline ds64 $W/deepspec 64 0 & offline ds64 $W/deepspec 64 1 &
   wait

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_jax.config import DraftConfig
+from target_bridge.serving.known_faults import known_fault
 from target_bridge.serving.server import EngineServer, ServerSettings
 from train.serve_check.comparison import Comparison, compare_outputs, with_margins
 from train.serve_check.config import ServeConfig
@@ -71,6 +72,9 @@ def run(
     def all_passes(server: EngineServer, name: str, block_size: int | None) -> dict[float, ServedPass]:
         facts.setdefault("version", server.version)
         facts[name] = {**server.facts, "start_seconds": round(server.start_seconds, 2)}
+        if block_size is not None and (fault := known_fault(server.version, server.facts)):
+            facts["known_fault"] = fault
+            print(f"WARNING: {fault}", file=sys.stderr)
         passes = {}
         for temperature in config.temperatures:
             begin = time.monotonic()

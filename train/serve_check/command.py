@@ -53,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=980406, help="of both sides (default: 980406)")
     add("--concurrency", type=int, default=16, help="requests in flight in the server (default: 16)")
     add("--no-plain", action="store_true", help="do not serve without the draft: no speed-up, no identity check")
-    add("--attention-backend", help="SGLang's, for target and draft (default: its own choice)")
+    add("--attention-backend", help="SGLang's (default: its own choice)")
+    add("--draft-attention-backend", help="for the draft: flashinfer, fa3, triton, ... (default: the target's)")
     add("--server-memory", type=float, help="SGLang's mem_fraction_static (default: its own choice)")
     add(
         "--server-arg",
@@ -119,6 +120,7 @@ def serve_config(args: argparse.Namespace) -> ServeConfig:
         concurrency=args.concurrency,
         plain=not args.no_plain,
         attention_backend=args.attention_backend,
+        draft_attention_backend=args.draft_attention_backend,
         memory=args.server_memory,
         arguments=_server_arguments(args.server_arg),
         python=args.server_python,
@@ -253,6 +255,8 @@ def result_text(
         f"{check.draft.block_size}, {len(asked.prompts)} prompts, {max_new_tokens} new tokens, "
         f"{server.get('max_running_requests')} requests at once",
     ]
+    if fault := facts.get("known_fault"):
+        head += ["", f"KNOWN FAULT: {fault}"]
     return "\n".join(head) + "".join(f"\n\n{comparison_text(item)}" for item in comparisons)
 
 

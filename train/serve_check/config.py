@@ -26,7 +26,8 @@ class ServeConfig:
         tolerance: largest relative difference of the two accept lengths that still passes.
         concurrency: requests in flight in the server (its max_running_requests).
         plain: also serve without the draft: speed to compare with, tokens to be equal to.
-        attention_backend: SGLang's, for target and draft; None = its own choice.
+        attention_backend: SGLang's; None = its own choice.
+        draft_attention_backend: for the draft; None = as the target's.
         memory: SGLang's mem_fraction_static; None = its own choice.
         arguments: further arguments of `sglang.Engine`.
         python: interpreter that has sglang.
@@ -41,6 +42,7 @@ class ServeConfig:
     concurrency: int = 16
     plain: bool = True
     attention_backend: str | None = None
+    draft_attention_backend: str | None = None
     memory: float | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     python: str = sys.executable
@@ -104,7 +106,7 @@ class ServeConfig:
                 "speculative_dspark_block_size": block_size,
                 "speculative_num_draft_tokens": block_size + 1,
             }
-            if self.attention_backend is not None:
-                arguments["speculative_draft_attention_backend"] = self.attention_backend
+            if backend := self.draft_attention_backend or self.attention_backend:
+                arguments["speculative_draft_attention_backend"] = backend
         chosen = {name: value for name, value in self.arguments.items() if draft or not name.startswith("speculative_")}
         return arguments | chosen

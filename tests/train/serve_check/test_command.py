@@ -127,6 +127,13 @@ def test_the_same_rounds_agree_exactly(check, offline, capsys, tmp_path):
     assert "speculative" not in logs["server_without_it.log"].splitlines()[0]
 
 
+def test_a_known_fault_of_the_server_is_told(check, capsys):
+    code, result = check("--no-plain", "--temperature", "0", "--draft-attention-backend", "triton")
+    assert code == 0, "it is told, the numbers decide"
+    assert "0.5.16+fake with the Triton backend" in result["server"]["known_fault"]
+    assert "KNOWN FAULT: SGLang 0.5.16" in capsys.readouterr().out
+
+
 def test_a_server_that_accepts_less_fails(check, capsys):
     def refuse_everything(prompts):
         for script in prompts.values():
@@ -317,12 +324,16 @@ def options(*arguments):
 
 def test_options_reach_the_engine():
     config = options(
-        "--attention-backend", "triton", "--server-memory", "0.3", "--concurrency", "8", "--server-arg",
+        "--attention-backend", "triton", "--draft-attention-backend", "flashinfer",
+        "--server-memory", "0.3", "--concurrency", "8", "--server-arg",
         "disable_cuda_graph=true", "--server-arg", "kv_cache_dtype=auto",
         "--server-arg", "speculative_draft_window_size=9",
     )  # fmt: skip
     with_draft = config.engine("T", "bfloat16", 300, draft="D", block_size=7, trust=False)
-    assert with_draft["speculative_draft_attention_backend"] == with_draft["attention_backend"] == "triton"
+    assert with_draft["attention_backend"] == "triton"
+    assert with_draft["speculative_draft_attention_backend"] == "flashinfer"
+    alone = options("--attention-backend", "triton").engine("T", "bfloat16", 9, draft="D", block_size=7, trust=False)
+    assert alone["speculative_draft_attention_backend"] == "triton"
     assert with_draft["disable_cuda_graph"] is True
     assert with_draft["kv_cache_dtype"] == "auto"
     assert with_draft["speculative_num_draft_tokens"] == 8
