@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import measure, shapes
+from draft_jax.attention import choose_implementation
 from draft_jax.batch import DraftBatch, FrozenHead
 from draft_jax.cost import Shape, step_flops
 from draft_jax.objective.config import ObjectiveConfig
@@ -39,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, nargs="+", default=[512], help="anchors of a row")
     parser.add_argument("--rows", type=int, default=1, help="rows of a micro-step, over all devices")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--attention", default="xla", help="attention implementation")
+    parser.add_argument("--attention", default="auto", help="attention implementation, as train.attention")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--chunk-rows", type=int, help="rows of a chunk of the objective; default: chosen by it")
     parser.add_argument("--repeats", type=int, default=12)
@@ -101,6 +102,8 @@ def main() -> None:
     if given.fast_compile:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE}"  # read when the backend starts
     mesh = make_mesh(jax.devices()[: given.devices])
+    kind = jax.devices()[0].device_kind
+    attention = choose_implementation(given.attention, jax.default_backend(), kind, dtype, draft.head_dim)
     optimizer_config = OptimizerConfig()
     optimizer = make_optimizer(optimizer_config)
     head = 0.02 * jax.random.normal(jax.random.key(0), (draft.vocab_size, draft.hidden_size), dtype)
@@ -110,9 +113,7 @@ def main() -> None:
     for length in given.length:
         for anchors in given.anchors:
             objective = ObjectiveConfig(num_anchors=anchors, chunk_rows=given.chunk_rows)
-            options = StepOptions(
-                draft, objective, optimizer, make_schedule(optimizer_config, 1000), dtype, given.attention
-            )
+            options = StepOptions(draft, objective, optimizer, make_schedule(optimizer_config, 1000), dtype, attention)
             programs = compile_programs(
                 options, mesh, rows=given.rows, length=length, frozen=frozen, hidden_dtype=dtype
             )
@@ -128,7 +129,7 @@ def main() -> None:
                 "length": length,
                 "anchors": anchors,
                 "rows": given.rows,
-                "attention": given.attention,
+                "attention": attention,
                 "dtype": given.dtype,
                 "accumulate_ms": 1e3 * seconds,
                 "apply_ms": times["apply"],
