@@ -141,6 +141,7 @@ def prepare_process(device: torch.device) -> None:
         # Without it SGLang's rotary embedding reaches for vllm's CUDA kernels.
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     else:
+        os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
         # Nothing here runs an fp8 model, and compiling its kernels takes minutes.
         os.environ.setdefault("SGLANG_ENABLE_JIT_DEEPGEMM", "0")
 

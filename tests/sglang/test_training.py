@@ -65,7 +65,7 @@ def losses(tree: dict, folder: Path, name: str = "loss", **target: object) -> li
 def tiny(tmp_path):
     folder = save_model("qwen3", tmp_path / "target")
     return {
-        "target": {"path": str(folder), "device": "cpu"},
+        "target": {"path": str(folder), "device": "cpu", "probe": False},
         "data": {"path": str(write_tokens(tmp_path / "rows.jsonl", 70)), "format": "tokens", "max_length": 40,
                  "min_loss_tokens": 2},
         "draft": {**DRAFT, "target_layer_ids": [0, 2]},
@@ -101,7 +101,7 @@ def test_random_weights_from_the_config_alone(tiny, tmp_path):
 def test_twenty_steps_of_the_real_target(tmp_path):
     """SmolLM2-135M over both bridges: equal losses within 1e-3."""
     tree = {
-        "target": {"path": str(small_target()), "device": "cpu"},
+        "target": {"path": str(small_target()), "device": "cpu", "probe": False},
         "data": {"path": str(CONVERSATIONS), "max_length": 64, "limit": 40},
         "draft": {"layers": 1, "num_taps": 3, "block_size": 4, "mask_token_id": 18, "markov_rank": 16,
                   "intermediate_size": 256},
