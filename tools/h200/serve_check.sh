@@ -7,6 +7,8 @@
 #   serve_check.sh draft       the public draft from .carry/draft, rewritten in the serving layout
 #   serve_check.sh smoke       Engine with that draft, temperature 0 and 1; fills the kernel caches
 #   serve_check.sh check NAME DRAFT LIMIT    offline evaluation, then serve-check; result in $OUT/NAME.json
+#   serve_check.sh train       a draft of ours: 15,013 conversations, EPOCHS (9) times, BRIDGE (sglang), TRAIN_SECONDS (500) at most;
+#                              its export is $W/run/export: then `check ours /tmp/serve/run/export 200`
 #   serve_check.sh all         draft, smoke beside the offline evaluations, check of 64, then of 200 prompts
 # Every step prints one JSON line {"step", "s", ...} as soon as it is done.
 set -euo pipefail
@@ -21,6 +23,11 @@ if [ ! -e $CUDA_HOME/include/curand.h ]; then
   done
 fi
 TARGET=${TARGET:-$DRAFT_JAX_CACHE/SmolLM2-135M-Instruct}
+# and what FlashInfer compiles is linked with -lcuda and -lcudart, which not every toolkit has under these names
+mkdir -p $W/stubs; export LIBRARY_PATH=$W/stubs${LIBRARY_PATH:+:$LIBRARY_PATH}
+for f in /usr/local/nvidia/lib64/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.so.1 $CUDA_HOME/compat/libcuda.so.1; do
+  [ ! -e $f ] || [ -e $W/stubs/libcuda.so ] || ln -s $f $W/stubs/libcuda.so
+done
 # flags for server and smoke: the bundle leaves FlashAttention-3 out, and 0.5.16's Triton backend is wrong for a draft
 # (docs/serving.md): Triton for the target, FlashInfer for the draft; a third of the GPU
 SERVER=(--server-pythonpath $B/transformers --server-pythonpath $B/rest --attention-backend triton --server-memory 0.3
@@ -40,7 +47,8 @@ unpack() {
       into=$B/rest; [ $part = transformers ] && into=$B/transformers
       tar -xJf .carry/sglang/$part.tar.xz -C $into &
     done
-    wait; touch $B/done
+    wait
+    ls $B/rest/{sglang/version.py,flashinfer/__init__.py,msgspec/__init__.py} $B/transformers/transformers/__init__.py > /dev/null; touch $B/done
   fi
   step unpack "\"wheels\": $(ls /tmp/site | wc -l), \"bundle\": $([ -e $B/done ] && echo true || echo false)"
 }
@@ -89,6 +97,20 @@ served() { # NAME DRAFT LIMIT
   step "serve_check_$1" "\"exit_code\": $code"
 }
 check() { offline "$1" "$2" "$3" 0 & offline "$1" "$2" "$3" 1 & wait; served "$1" "$2" "$3"; }
+train() {
+  local engine=() code=0 path=$PYTHONPATH
+  if [ "${BRIDGE:-sglang}" = sglang ]; then
+    engine=(--target.sglang.attention_backend triton --target.sglang.mem_fraction_static 0.3); path=$B/transformers:$B/rest:$PYTHONPATH
+  fi
+  PYTHONPATH=$path SGLANG_ENABLE_JIT_DEEPGEMM=0 timeout -s TERM "${TRAIN_SECONDS:-500}" python3 -m train.cli train \
+    --config configs/smollm2-135m.yaml --run_dir $W/run --target.path "$TARGET" --target.bridge "${BRIDGE:-sglang}" "${engine[@]}" \
+    --data.path $W/data/train.jsonl --train.epochs "${EPOCHS:-9}" --checkpoint.every 0 ${TRAIN_ARGS:-} > $W/train.log 2>&1 || code=$?
+  tail -3 $W/train.log; cp $W/run/metrics.jsonl "$OUT/train_metrics.jsonl" || true
+  step train "\"exit_code\": $code"
+  JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= python3 -m train.cli export --run $W/run --target "$TARGET" --output $W/run/export --force > $W/export_run.log 2>&1 \
+    || tail -5 $W/export_run.log
+  step export
+}
 all() {
   draft
   [ -e $W/warmed ] || { [ -e $W/warm.log ] && warmed || warm; }
