@@ -8,6 +8,7 @@ and taking tokens back is moving that end. Letters: `R` rows of a forward, `T` t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,16 @@ class SlotLayer(CacheLayerMixin):
 
         def room(states: torch.Tensor) -> torch.Tensor:
             # Zeros: what is masked has weight 0, and 0 times what memory happens to hold need not be 0.
-            return states.new_zeros((self._owner.num_slots, states.shape[1], length, states.shape[3]))
+            shape = (self._owner.num_slots, states.shape[1], length, states.shape[3])
+            try:
+                return states.new_zeros(shape)
+            except torch.OutOfMemoryError as error:
+                layers = 2 * len(self._owner) * states.element_size() * math.prod(shape) / 2**30
+                raise TargetError(
+                    f"the KV cache of {self._owner.num_slots} texts of {length - 1} tokens needs {layers:.1f} GiB on "
+                    f"{states.device}, which are not free: decode fewer side by side (eval.batch_size), or shorter "
+                    "texts (eval.max_context)"
+                ) from error
 
         self.keys, self.values = room(key_states), room(value_states)
         self.is_initialized = True

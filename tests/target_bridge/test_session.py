@@ -218,6 +218,18 @@ def test_a_model_that_ignores_given_masks_is_refused(make_model, monkeypatch):
         target.open_session(16)
 
 
+def test_a_cache_that_does_not_fit_says_what_it_needs(targets, monkeypatch):
+    session = targets["llama"].open_session(63, 2**15)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", full)
+    # 5 layers x (k, v) x 32768 slots x 2 heads x 64 positions x 8 x 4 bytes
+    with pytest.raises(TargetError, match=r"32768 texts of 63 tokens needs 1\.2 GiB on cpu.*eval\.batch_size"):
+        session.extend({0: [1, 2]})
+
+
 def test_layers_of_an_unknown_kind_are_refused(make_model, monkeypatch):
     target = load_hf_target(str(make_model("llama")), [0, 2])
     monkeypatch.setattr(target.text_config, "layer_types", ["chunked_attention"] * 5, raising=False)

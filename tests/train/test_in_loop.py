@@ -154,11 +154,31 @@ def test_prompts_that_cannot_be_read_stop_the_run_before_it_starts(evaluating, t
         run(build({**evaluating, "run_dir": str(tmp_path / "unread")}), target=target)
 
 
-def test_counts_of_processes_add_up():
-    """One process: itself. The sums are what all processes log; one failure leaves no number that misses prompts."""
-    counts = in_loop.Counts(10, 4, 12)
-    assert in_loop.sum_over_processes(counts) == counts
-    assert counts.vector().tolist() == [10, 4, 12, 0]
+def test_processes_put_their_counts_together(evaluating, target, tmp_path):
+    """Two shares, one gathering: the accept length of all prompts. A failed one leaves no number that misses some."""
+    from draft_jax.models.dspark import init_params
+    from train.resolve import read_target_config, resolve_draft
+
+    whole = build(evaluating)
+    draft = resolve_draft(whole, read_target_config(whole.target))
+    params, counted = init_params(draft, jax.random.key(0)), []
+
+    def evaluate_share(share, gather):
+        evaluation = in_loop.InLoopEvaluation(
+            whole.eval, draft, target, tmp_path, lambda _: None, share=share, gather=gather
+        )
+        return evaluation.run(2, params)
+
+    alone = evaluate_share((0, 1), lambda value, what: [value])
+    for rank in range(2):
+        evaluate_share((rank, 2), lambda value, what: counted.append(value) or [value])
+    assert all(0 < item.rounds < alone["eval_rounds"] for item in counted)
+    together = evaluate_share((0, 2), lambda value, what: counted)
+    assert together["accept_length"] == alone["accept_length"]
+    assert together["eval_rounds"] == alone["eval_rounds"]
+    broken = evaluate_share((0, 2), lambda value, what: [value, in_loop.Counts(failed=1)])
+    assert broken["eval_failed"] == 1
+    assert "accept_length" not in broken
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,12 @@ class Counts:
     proposed: int = 0
     failed: int = 0
 
-    def vector(self) -> np.ndarray:
-        """int64 [4], to be summed over processes."""
-        return np.array([self.committed, self.rounds, self.proposed, self.failed], np.int64)
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+
+#: Every process's value, by rank (`train.distributed.World.gather`).
+Gather = Callable[[Any, str], Sequence[Any]]
 
 
 class InLoopEvaluation:
@@ -60,16 +63,27 @@ class InLoopEvaluation:
         target: the run's own.
         run_dir: where failures are written.
         tell: prints a line without tearing the progress bar.
+        share: (i, n): this process evaluates the i-th of n shares of the prompts.
+        gather: how the processes put their counts together; all of them call `run` at the same steps.
 
     Raises:
         ValueError: the prompts cannot be read: before the run starts, not in its middle.
     """
 
     def __init__(
-        self, config: EvalConfig, draft: DraftConfig, target: Target, run_dir: Path, tell: Callable[[str], None]
+        self,
+        config: EvalConfig,
+        draft: DraftConfig,
+        target: Target,
+        run_dir: Path,
+        tell: Callable[[str], None],
+        *,
+        share: tuple[int, int] = (0, 1),
+        gather: Gather = lambda value, what: [value],
     ) -> None:
         self._config = replace(config, plain=False)
         self._draft, self._target, self._run_dir, self._tell = draft, target, run_dir, tell
+        self._share, self._gather = share, gather
         found = load_prompts(config.prompts, target.tokenizer, limit=config.limit, template=config.template)
         self._prompts: Sequence[Prompt] = found.prompts
         self._frozen: FrozenHead | None = None
@@ -95,17 +109,16 @@ class InLoopEvaluation:
             failed (`eval_failed` then) or the draft proposed nothing.
         """
         begin = time.perf_counter()
-        alone = jax.process_count() == 1
-        # A collective where parameters are sharded over processes: nobody may be missing.
-        gathered = None if alone else jax.tree.map(_to_host, params)
+        # A collective where parameters are sharded over processes, so that nobody may be missing: not in the `try`.
+        held = jax.tree.map(_to_host, params)
         try:
-            counts = self._evaluate(jax.tree.map(_to_host, params) if alone else gathered, stopping)
+            counts = self._evaluate(held, stopping)
         except _Interrupted:
             counts = Counts(failed=1)
         except Exception:
             counts = Counts(failed=1)
             self._report(step, traceback.format_exc())
-        counts = sum_over_processes(counts)
+        counts = sum(self._gather(counts, "in-loop evaluation"), Counts())
         metrics: dict[str, float] = {
             "eval_step": step,
             "eval_rounds": counts.rounds,
@@ -119,25 +132,24 @@ class InLoopEvaluation:
             metrics["accept_length"] = counts.committed / counts.rounds
         return metrics
 
-    def _evaluate(self, gathered: Any, stopping: Callable[[], bool]) -> Counts:
+    def _evaluate(self, held: Any, stopping: Callable[[], bool]) -> Counts:
         from target_bridge import handoff
         from train.evaluate.protocol import evaluate
 
         if self._frozen is None:
             # Not the run's arrays: those are spread over its mesh, this is on the target's device alone.
             self._frozen = handoff.frozen_to_jax(*self._target.frozen_head())
-        params = jax.device_put(gathered, next(iter(self._frozen.embedding.devices())))
-        share = (jax.process_index(), jax.process_count())
+        params = jax.device_put(held, next(iter(self._frozen.embedding.devices())))
 
         def progress(done: int, total: int, accept_length: float | None) -> None:
             if stopping():
                 raise _Interrupted
 
         result = evaluate(
-            self._target, self._draft, params, self._frozen, self._prompts, self._config, progress, share=share
+            self._target, self._draft, params, self._frozen, self._prompts, self._config, progress, share=self._share
         )
         found = result.statistics
-        if not result.samples and share[1] == 1:
+        if not result.samples and self._share[1] == 1:
             raise ValueError(result.error)
         return Counts(found.committed, found.rounds, found.proposed)
 
@@ -147,19 +159,9 @@ class InLoopEvaluation:
         self._tell(f"WARNING step {step}: in-loop evaluation failed, training goes on: {last} (whole: {path})")
         try:
             with open(path, "a", encoding="utf-8") as file:
-                file.write(f"step {step}, process {jax.process_index()}\n{trace}\n")
+                file.write(f"step {step}, process {self._share[0]}\n{trace}\n")
         except OSError as error:
             self._tell(f"WARNING step {step}: {path} cannot be written ({error}):\n{trace}")
-
-
-def sum_over_processes(counts: Counts) -> Counts:
-    """The counts of all processes; every process must call it."""
-    if jax.process_count() == 1:
-        return counts
-    from jax.experimental import multihost_utils
-
-    gathered = multihost_utils.process_allgather(counts.vector())
-    return Counts(*(int(value) for value in np.asarray(gathered).reshape(-1, 4).sum(axis=0)))
 
 
 def _to_host(array: Any) -> np.ndarray:

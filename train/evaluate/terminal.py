@@ -35,6 +35,8 @@ def format_result(result: EvalResult, name: str) -> str:
     if result.refusals:
         lines += ["", f"{len(result.refusals)} prompt(s) refused:"]
         lines += [f"  {refusal.prompt}: {refusal.reason}" for refusal in result.refusals[:10]]
+    if shortened := result.settings.get("shortened_to_context"):
+        lines += ["", f"{shortened} prompt(s) had less room than max_new_tokens: their context ends before"]
     if result.differences:
         lines += ["", *_describe_differences(result)]
     return "\n".join(lines)
