@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.evaluate.confidence import ConfidenceData, calibration, collect, sigmoid, survival
 from train.evaluate.result_file import NamedResult, ResultError, read_results
-from train.evaluate.sts import STS_FILE, StsCalibration, StsFit, SweepPoint, fit, sweep
+from train.evaluate.sts import MIN_COUNT, STS_FILE, StsCalibration, StsFit, SweepPoint, fit, sweep
 
 #: Thresholds that are tried; 0 proposes every slot.
 THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -105,7 +105,10 @@ def format_fit(data: ConfidenceData, fitted: StsFit) -> str:
     columns = ("accept length", "verified", "used")
     return "\n".join([
         terminal_table([header, *rows]),
-        verdict(fitted.calibration),
+        f"(temperature 1: fewer than {MIN_COUNT} accepted or rejected prefixes at that slot)"
+        if 1.0 in fitted.calibration.temperatures
+        else "",
+        verdict(fitted),
         "",
         "Thresholds, estimated from the same rounds: per round, tokens kept and tokens verified, and the share used.",
         "Left: on the head's confidence of a slot (eval --confidence-threshold); right: on calibrated survival.",
@@ -114,16 +117,20 @@ def format_fit(data: ConfidenceData, fitted: StsFit) -> str:
     ])  # fmt: skip
 
 
-def verdict(made: StsCalibration) -> str:
-    """Whether the temperatures help on prompts they were not fitted on."""
+def verdict(fitted: StsFit) -> str:
+    """Whether the temperatures help on prompts they were not fitted on, beyond noise."""
+    made, gain = fitted.calibration, fitted.gain
     slots = len(made.temperatures)
     before, after = sum(made.ece_before) / slots, sum(made.ece_after) / slots
-    if after < before:
-        return f"On held-out prompts the mean calibration error falls from {before:.1%} to {after:.1%}."
-    return (
-        f"On held-out prompts the mean calibration error does not fall ({before:.1%} to {after:.1%}): the head is "
-        "calibrated as it is, or there are too few rounds. Serve it without the file, or evaluate more prompts."
-    )
+    text = f"On held-out prompts the mean calibration error goes from {before:.1%} to {after:.1%}"
+    if gain.excludes_zero is None:
+        return f"{text}: too few prompts to tell a gain from noise. Evaluate more before serving with the file."
+    span = f"log likelihood {gain.value:+.4f} nats a prediction, 95 % interval {gain.low:+.4f} to {gain.high:+.4f}"
+    if not gain.excludes_zero:
+        return f"{text}: no more than noise ({span}). The head may do as it is; more prompts would tell."
+    if (gain.value or 0.0) < 0:
+        return f"{text}: the temperatures make it worse ({span}). Serve without the file."
+    return f"{text}: more than noise ({span})."
 
 
 def sweeps(data: ConfidenceData, made: StsCalibration) -> tuple[list[SweepPoint], list[SweepPoint]]:

@@ -174,6 +174,28 @@ def judge(predictions: np.ndarray, outcomes: np.ndarray) -> SlotCalibration:
     )
 
 
+def chance_error(data: ConfidenceData, draws: int = 100, seed: int = 0) -> float:
+    """The mean calibration error over slots that a perfect head exceeds in 1 of 20 cases, for want of rounds.
+
+    Outcomes are drawn from the head's own confidences, slot after slot, as many as were observed. An error below
+    it says nothing against the head: the calibration error of few predictions is never zero.
+    """
+    random = np.random.default_rng(seed)
+    chances = sigmoid(data.logits)
+    predictions = np.cumprod(chances, axis=1)
+    errors = []
+    for _ in range(draws):
+        with np.errstate(invalid="ignore"):
+            outcomes = np.cumprod(random.random(chances.shape) < chances, axis=1).astype(bool)
+        slots = [
+            expected_calibration_error(predictions[seen, k], outcomes[seen, k])
+            for k, seen in enumerate(data.observed.T)
+            if seen.any()
+        ]
+        errors.append(np.mean(slots))
+    return float(np.percentile(errors, 95))
+
+
 def _bin_sums(predictions: np.ndarray, outcomes: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Per bin of equal width: sum of predictions, sum of outcomes, count. A prediction of 1 is in the last bin."""
     which = np.minimum((predictions * bins).astype(np.int64), bins - 1)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from train.evaluate.bootstrap import Interval, prompt_weights, ratio_interval
 from train.evaluate.confidence import (
     BINS,
     ConfidenceData,
@@ -27,6 +28,8 @@ from train.evaluate.confidence import (
 )
 
 STS_FILE = "sts.json"
+#: Accepted and rejected prefixes a slot needs before its temperature means something.
+MIN_COUNT = 30
 Objective = Literal["nll", "ece"]
 
 #: Temperatures searched: 10^-1.5 to 10^1.5, then finer around the best.
@@ -39,7 +42,7 @@ class StsCalibration:
     """What `sts.json` holds; the field names are SGLang's.
 
     Attributes:
-        temperatures: [K], positive; 1 for a slot with too little data.
+        temperatures: [K], positive; 1 for a slot that was accepted, or rejected, fewer than `MIN_COUNT` times.
         dataset: what it was fitted on, in words.
         num_samples: rounds.
         ece_before, ece_after: [K], calibration error of the cumulative product on data the temperatures were
@@ -114,7 +117,7 @@ def calibration_of(folder: Path, draft_digest: str, block_size: int) -> tuple[St
     return found, f"{path}: fitted on {found.dataset}, included"
 
 
-def fit_temperatures(data: ConfidenceData, objective: Objective = "nll", min_count: int = 100) -> list[float]:
+def fit_temperatures(data: ConfidenceData, objective: Objective = "nll", min_count: int = MIN_COUNT) -> list[float]:
     """Fits the temperatures of all slots, left to right.
 
     Args:
@@ -122,15 +125,16 @@ def fit_temperatures(data: ConfidenceData, objective: Objective = "nll", min_cou
         objective: what the temperature of a slot minimises. `ece`, the calibration error of the product, is
             the paper's (dspark_spec 6.4). `nll`, the mean negative log likelihood of the outcomes under the
             product, has the same optimum where the model is right and far less noise (docs/evaluation.md).
-        min_count: a slot observed less often keeps temperature 1.
+        min_count: a slot whose prefix was accepted, or rejected, less often keeps temperature 1.
     """
     before = np.ones(len(data.logits))
     temperatures: list[float] = []
     for slot in range(data.block_size):
         seen = data.observed[:, slot]
         chosen = 1.0
-        if seen.sum() >= min_count:
-            logits, outcomes, prefix = data.logits[seen, slot], data.accepted[seen, slot], before[seen]
+        outcomes = data.accepted[seen, slot]
+        if min(outcomes.sum(), (~outcomes).sum()) >= min_count:
+            logits, prefix = data.logits[seen, slot], before[seen]
             score = _SCORES[objective]
             coarse = _best(_COARSE, logits, outcomes, prefix, score)
             chosen = _best(coarse * _FINE, logits, outcomes, prefix, score)
@@ -146,9 +150,13 @@ def _best(grid: np.ndarray, logits: np.ndarray, outcomes: np.ndarray, prefix: np
     return float(least[np.argmin(np.abs(np.log(least)))])
 
 
-def _negative_log_likelihood(predictions: np.ndarray, outcomes: np.ndarray) -> float:
+def _log_likelihood(predictions: np.ndarray, outcomes: np.ndarray) -> np.ndarray:
     sure = np.clip(predictions, 1e-7, 1 - 1e-7)
-    return float(-np.mean(np.where(outcomes, np.log(sure), np.log1p(-sure))))
+    return np.where(outcomes, np.log(sure), np.log1p(-sure))
+
+
+def _negative_log_likelihood(predictions: np.ndarray, outcomes: np.ndarray) -> float:
+    return float(-np.mean(_log_likelihood(predictions, outcomes)))
 
 
 _SCORES = {"ece": expected_calibration_error, "nll": _negative_log_likelihood}
@@ -161,11 +169,13 @@ class StsFit:
     Attributes:
         calibration: fitted on all rounds; its calibration errors are cross-fitted.
         raw, scaled: [N, K] predicted survival without temperatures, and with those fitted on the other prompts.
+        gain: nats per prediction by which the log likelihood of the outcomes rises from raw to scaled.
     """
 
     calibration: StsCalibration
     raw: np.ndarray
     scaled: np.ndarray
+    gain: Interval
 
 
 def fit(
@@ -199,7 +209,16 @@ def fit(
         ece_after=_errors(data, scaled),
         draft_digest=draft_digest,
     )
-    return StsFit(made, raw, scaled)
+    return StsFit(made, raw, scaled, _gain(data, raw, scaled))
+
+
+def _gain(data: ConfidenceData, raw: np.ndarray, scaled: np.ndarray) -> Interval:
+    """The rise of the log likelihood, its interval over prompts."""
+    seen = data.observed
+    rise = np.where(seen, _log_likelihood(scaled, data.accepted) - _log_likelihood(raw, data.accepted), 0.0)
+    _, prompt = np.unique(data.prompts, return_inverse=True)
+    sums, counts = (np.bincount(prompt, values.sum(1)) for values in (rise, seen))
+    return ratio_interval(sums, counts, prompt_weights(np.zeros(len(sums))))
 
 
 def _errors(data: ConfidenceData, predictions: np.ndarray) -> list[float]:

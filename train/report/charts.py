@@ -67,7 +67,7 @@ def line_chart(
 
     def draw(axes: Axes) -> None:
         if diagonal:
-            axes.plot([0, 1], [0, 1], color=_INK, linewidth=0.8, linestyle=":", label="as predicted")
+            axes.plot([0, 1], [0, 1], color=_INK, linewidth=0.8, linestyle=":", label="ideal")
         for index, line in enumerate(lines):
             colour = _SERIES[index % len(_SERIES)]
             window = len(line.y) // 30 if smooth else 0
@@ -142,9 +142,10 @@ def bar_chart(title: str, x_label: str, labels: Sequence[str], groups: Sequence[
 
 def _legend(axes: Axes) -> None:
     """Above the drawing, where it hides nothing."""
-    count = len(axes.get_legend_handles_labels()[0])
+    names = axes.get_legend_handles_labels()[1]
+    columns = len(names) if sum(map(len, names)) + 5 * len(names) <= 60 else 2
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=min(count, 3), frameon=False, fontsize=8.5, borderaxespad=0.2,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, frameon=False, fontsize=8.5, borderaxespad=0.2,
         handlelength=1.4, columnspacing=1.0,
     )  # fmt: skip
 

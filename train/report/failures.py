@@ -14,6 +14,8 @@ from train.report.tables import with_conclusions
 
 #: Rows of a table, stretches shown, and tokens of context before one.
 _ROWS, _STRETCHES, _BEFORE = 12, 5, 40
+#: Kinds of token with fewer tries are not drawn, nor said to be the worst.
+_COMMON = 20
 
 
 def failure_section(evaluations: Sequence[NamedResult]) -> list[str]:
@@ -49,21 +51,22 @@ def failure_section(evaluations: Sequence[NamedResult]) -> list[str]:
 
 
 def _kinds(told: Sequence[NamedResult], seen: dict[str, list[Attempt]]) -> str:
-    names = list(dict.fromkeys(group.name for item in told for group in by_kind(seen[item.name])))
+    found_kinds = [group for item in told for group in by_kind(seen[item.name]) if group.tries >= _COMMON]
+    names = list(dict.fromkeys(group.name for group in found_kinds))
     groups, sentences = [], []
     for item in told:
         found = kind_intervals(seen[item.name])
         values = [found.get(name, Interval(None)) for name in names]
         groups.append(Bars(item.name, [v.value for v in values], [v.low for v in values], [v.high for v in values]))
         sentences.append(conclude(item.name, by_kind(seen[item.name])))
-    chart = bar_chart("Acceptance by kind of token", "share of tries accepted", names, groups)
+    chart = bar_chart("Acceptance by kind of token", "share of tries accepted", names, groups) if names else ""
     return with_conclusions(chart, sentences)
 
 
 def conclude(name: str, groups: Sequence[Group]) -> str:
     """Which kind of token costs the most rounds, and which is accepted least."""
     misses = sum(group.misses for group in groups)
-    common = [group for group in groups if group.tries >= 20]
+    common = [group for group in groups if group.tries >= _COMMON]
     if not misses or not common:
         return f"{name}: too few misses to say where."
     costly = max(groups, key=lambda group: group.misses)
@@ -82,9 +85,9 @@ def _table(title: str, column: str, groups: Sequence[Group], note: str) -> str:
     if not groups:
         return ""
     worst = groups[0]
-    said = f"{_visible(worst.name)} is accepted in {worst.hits} of {worst.tries} tries" + (
-        f"; the draft says {_visible(worst.instead[0][0])} instead most often." if worst.instead else "."
-    )
+    said = f"“{_visible(worst.name)}”: {worst.hits} of {worst.tries} tries accepted"
+    if worst.instead and worst.instead[0][1] > 1:
+        said += f"; most often the draft says “{_visible(worst.instead[0][0])}”"
     rows = "".join(
         f'<tr><td><code>{html.escape(_visible(group.name))}</code></td><td class="number">{group.tries}</td>'
         f'<td class="number">{group.share:.0%}</td><td>'
@@ -93,22 +96,29 @@ def _table(title: str, column: str, groups: Sequence[Group], note: str) -> str:
         for group in groups[:_ROWS]
     )
     return (
-        f'<h3>{title}</h3><p class="conclusion">{html.escape(said)}</p><div class="wide"><table><thead><tr>'
+        f'<h3>{title}</h3><p class="conclusion">{html.escape(said)}.</p><div class="wide tokens"><table><thead><tr>'
         f"<th>{column}</th><th>tries</th><th>accepted</th><th>the draft said</th></tr></thead>{rows}</table></div>"
         f'<p class="note">{note}</p>'
     )
 
 
 def _stretches(item: NamedResult) -> list[str]:
-    found = stretches(item.samples)[:_STRETCHES]
+    every = stretches(item.samples)
+    found = every[:_STRETCHES]
     if not found:
         return []
     texts = item.result["token_texts"]
     worst = found[0]
+    barren = sum(place.committed == place.rounds for place in every)
+    said = (
+        f"In {barren} of {len(item.samples)} outputs no draft at all was accepted for {worst.rounds} rounds in a row."
+        if barren
+        else f"The worst {worst.rounds} rounds in a row brought {worst.committed} tokens; the mean would be "
+        f"{worst.rounds * (item.result.get('accept_length') or 1.0):.0f}."
+    )
     out = [
         "<h3>Stretches with the least accepted</h3>",
-        f'<p class="conclusion">{worst.rounds} rounds in a row brought {worst.committed} tokens at the worst place; '
-        f"the evaluation's mean would have brought {worst.rounds * (item.result.get('accept_length') or 1.0):.0f}.</p>",
+        f'<p class="conclusion">{said}</p>',
         legend({"missed": "proposed and rejected"}),
     ]
     for place in found:

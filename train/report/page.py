@@ -61,7 +61,8 @@ td.words { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 11rem; }
 .draft, .target, .first, .missed { border-radius: 2px; }
 .draft { background: var(--kind-draft); } .target { background: var(--kind-target); }
 .first { background: var(--kind-first); }
-.missed { background: var(--kind-missed); text-decoration: line-through; }
+.missed { background: var(--kind-missed); text-decoration: line-through; margin: 0 .1em; }
+.tokens td:first-child { min-width: 4.5rem; }
 .legend span { padding: 0 .35rem; white-space: nowrap; }
 code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: .88em; background: var(--panel);
   padding: 0 .2em; border-radius: 3px; white-space: pre-wrap; }

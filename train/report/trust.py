@@ -11,6 +11,7 @@ from train.evaluate.confidence import (
     Reliability,
     SlotCalibration,
     calibration,
+    chance_error,
     collect,
     sigmoid,
     survival,
@@ -64,7 +65,7 @@ def _one(name: str, data: ConfidenceData) -> list[str]:
     ]
     return [
         '<div class="charts">',
-        with_conclusions(reliability, [conclude(name, slots)]),
+        with_conclusions(reliability, [conclude(name, slots, chance_error(data))]),
         with_conclusions(trade, [advice(points)]),
         "</div>",
         "<details><summary>Figures by slot and by threshold</summary>",
@@ -88,15 +89,21 @@ def _row(point: SweepPoint) -> tuple[float, ...]:
     return point.threshold, point.accept_length, point.verified, point.verify_rate
 
 
-def conclude(name: str, slots: Sequence[SlotCalibration]) -> str:
-    """Whether the head says too much or too little, and whether that is worth calibrating."""
+def conclude(name: str, slots: Sequence[SlotCalibration], chance: float) -> str:
+    """Whether the head says too much or too little, and whether that is worth calibrating.
+
+    Args:
+        chance: the mean calibration error that a perfect head could show of so few rounds.
+    """
     judged = [slot for slot in slots if slot.count]
     bias = sum((slot.predicted or 0.0) - (slot.observed or 0.0) for slot in judged) / len(judged)
     error = sum(slot.ece or 0.0 for slot in judged) / len(judged)
     aurocs = [slot.auroc for slot in judged if slot.auroc is not None]
     ranks = f" It ranks prefixes with an AUROC of {sum(aurocs) / len(aurocs):.2f} (0.5 is a guess)." if aurocs else ""
     how = "too sure" if bias > 0 else "too cautious"
-    text = f"{name}: on average {abs(bias):.1%} {how}, mean calibration error {error:.1%}.{ranks}"
+    text = f"{name}: on average {abs(bias):.1%} {how}, mean calibration error {error:.1%}"
+    if error <= chance:
+        return f"{text}, no more than a perfect head may show of so few rounds ({chance:.1%}).{ranks}"
     if error > _POOR:
-        return f"{text} A scheduler should not trust it as it is: run draft-jax calibrate."
-    return f"{text} That is good enough to schedule by."
+        return f"{text}.{ranks} A scheduler should not trust it as it is: run draft-jax calibrate."
+    return f"{text}.{ranks} That is good enough to schedule by."

@@ -2,13 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tests.train.evaluate.made_results import made_result, written
+from train.evaluate.bootstrap import Interval
 from train.evaluate.calibrate import advice, main, verdict
 from train.evaluate.confidence import ConfidenceError
 from train.evaluate.result_file import ResultError
-from train.evaluate.sts import StsCalibration, SweepPoint, read_sts
+from train.evaluate.sts import StsCalibration, StsFit, SweepPoint, read_sts
 
 
 def test_a_run_gets_its_calibration(tmp_path, capsys):
@@ -19,7 +21,7 @@ def test_a_run_gets_its_calibration(tmp_path, capsys):
     path = written(run / "eval" / "step-9_t1.json", result)
     assert main([path]) == 0
     printed = capsys.readouterr().out
-    assert "the mean calibration error falls from" in printed
+    assert "more than noise (log likelihood" in printed
     assert f"wrote {run / 'sts.json'}" in printed
     made = read_sts(run / "sts.json", 3)
     assert made.temperatures[0] == pytest.approx(3.0, rel=0.05)  # the head was made three times too sure
@@ -48,8 +50,21 @@ def test_what_cannot_be_is_said(tmp_path):
 
 
 def test_sentences_follow_the_numbers():
-    worse = StsCalibration([1.0, 1.0], ece_before=[0.01, 0.01], ece_after=[0.02, 0.02])
-    assert "does not fall (1.0% to 2.0%)" in verdict(worse)
+    made = StsCalibration([1.0, 1.0], ece_before=[0.03, 0.05], ece_after=[0.02, 0.02])
+    nothing = np.zeros((0, 2))
+    said = {
+        gain: verdict(StsFit(made, nothing, nothing, gain))
+        for gain in (Interval(0.01, 0.005, 0.02), Interval(0.01, -0.1, 0.2), Interval(-0.2, -0.3, -0.1), Interval(0.1))
+    }
+    assert all(
+        text.startswith("On held-out prompts the mean calibration error goes from 4.0% to 2.0%")
+        for text in said.values()
+    )
+    more, noise, worse, few = said.values()
+    assert "more than noise (log likelihood +0.0100 nats a prediction" in more
+    assert "no more than noise" in noise
+    assert "make it worse" in worse
+    assert "too few prompts" in few
     points = [SweepPoint(0.0, 3.0, 8.0, 0.375), SweepPoint(0.2, 2.9, 6.0, 0.48), SweepPoint(0.5, 2.0, 3.0, 0.67)]
     assert advice(points).startswith("Threshold 0.2 keeps 97% of the accept length and verifies 25% fewer tokens")
     assert "No threshold tried keeps" in advice([points[0], points[2]])

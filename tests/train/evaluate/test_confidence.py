@@ -5,13 +5,16 @@ import pytest
 
 from train.evaluate.accounting import Round, accept_statistics
 from train.evaluate.confidence import (
+    ConfidenceData,
     ConfidenceError,
     auroc,
     calibration,
+    chance_error,
     collect,
     expected_calibration_error,
     judge,
     reliability_bins,
+    sigmoid,
     survival,
 )
 from train.evaluate.result import EvalResult, SampleResult, Seconds
@@ -126,3 +129,18 @@ def test_slots_are_judged_on_what_was_observed(make_result):
     assert slots[1].auroc is None
     empty = judge(np.array([]), np.array([], bool))
     assert (empty.count, empty.ece, empty.brier) == (0, None, None)
+
+
+def test_what_a_perfect_head_shows_by_chance():
+    """Drawn anew, a perfect head stays below it about 19 times in 20; a head twice too sure does not."""
+    random = np.random.default_rng(0)
+    logits = random.normal(0.5, 1.0, (300, 2))
+    below, bound = 0, None
+    for _ in range(200):
+        accepted = np.cumprod(random.random(logits.shape) < sigmoid(logits), axis=1).astype(bool)
+        data = ConfidenceData(logits, accepted, np.ones(300, bool), np.arange(300))
+        bound = bound or chance_error(data, 400)
+        below += np.mean([slot.ece for slot in calibration(data, survival(logits))]) <= bound
+    assert 0.88 <= below / 200 <= 0.99
+    sure = ConfidenceData(3 * logits, accepted, data.bonus, data.prompts)
+    assert np.mean([slot.ece for slot in calibration(sure, survival(3 * logits))]) > chance_error(sure)

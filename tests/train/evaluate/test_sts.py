@@ -35,6 +35,7 @@ def test_the_error_falls_on_prompts_that_were_not_fitted():
     assert (before > 0.025).all(), "the head is wrong to begin with"
     assert (after < 0.5 * before).all()
     assert made.calibration.num_samples == 20_000
+    assert made.gain.low > 0
     # A fold is predicted without its own rounds: outcomes of a fold do not reach its predictions.
     fold = (data.prompts % 5) == 2
     accepted = data.accepted.copy()
@@ -42,6 +43,12 @@ def test_the_error_falls_on_prompts_that_were_not_fitted():
     turned = fit(ConfidenceData(data.logits, accepted, data.bonus, data.prompts), "turned")
     np.testing.assert_array_equal(turned.scaled[fold], made.scaled[fold])
     assert not np.array_equal(turned.scaled[~fold], made.scaled[~fold])
+
+
+def test_a_head_that_is_right_gains_nothing():
+    found = fit(synthetic(4_000, [1.0, 1.0, 1.0]), "calibrated already")
+    assert found.gain.low < 0 < found.gain.high or found.gain.value < 0
+    np.testing.assert_allclose(found.calibration.temperatures, 1.0, rtol=0.2)
 
 
 def test_slots_are_fitted_left_to_right():
@@ -57,7 +64,12 @@ def test_slots_are_fitted_left_to_right():
 
 def test_a_slot_with_too_little_data_keeps_1():
     data = synthetic(500)
-    data.logits[90:, 2] = np.nan
+    data.accepted[:, 2] &= np.arange(500) < 60  # 29 or fewer accepted
+    assert 0 < data.accepted[:, 2].sum() < 30
+    first, second, third = fit_temperatures(data)
+    assert third == 1.0
+    assert 1.0 not in (first, second)
+    data.logits[:, 2] = np.nan
     assert fit_temperatures(data)[2] == 1.0
     with pytest.raises(ConfidenceError, match="at least two prompts"):
         fit(synthetic(20), "one prompt")

@@ -85,15 +85,16 @@ def test_training_curves():
 
 def test_confidence():
     slot = SlotCalibration(100, 0.7, 0.5, 0.2, 0.8, 0.2, Reliability((), (), ()))
-    text = trust.conclude("d", [slot, slot])
+    text = trust.conclude("d", [slot, slot], 0.01)
     assert "20.0% too sure, mean calibration error 20.0%" in text
     assert "AUROC of 0.80" in text
     assert "draft-jax calibrate" in text
     fine = dataclasses.replace(slot, predicted=0.49, ece=0.01, auroc=None)
-    text = trust.conclude("d", [fine])
+    text = trust.conclude("d", [fine], 0.005)
     assert "1.0% too cautious" in text
     assert "AUROC" not in text
     assert "good enough" in text
+    assert "no more than a perfect head may show of so few rounds (25.0%)" in trust.conclude("d", [slot], 0.25)
 
 
 def test_speed():

@@ -113,7 +113,8 @@ def test_section_shows_words_and_marks_the_misses(traced):
     assert "<code>7</code></td>" in page
     assert "<code>␣dog</code> 6x" in page
     assert '<span class="missed"> dog</span><span class="target">7</span>' in page
-    assert "5 rounds in a row brought 5 tokens" in page
+    assert "In 1 of 1 outputs no draft at all was accepted for 5 rounds in a row." in page
+    assert "“7”: 0 of 6 tries accepted; most often the draft says “␣dog”." in page
     assert failure_section([NamedResult("d", {**traced.result, "token_texts": {}})]) == []
     bare = {**traced.result, "samples": [{**s, "rounds": []} for s in traced.result["samples"]]}
     assert failure_section([NamedResult("d", bare)]) == []
