@@ -16,7 +16,8 @@ from .masks import Span, without_generation_prompt
 from .templates import ChatTemplate, TemplateError
 
 REASONING_LOST = "assistant turns whose reasoning the template leaves out"
-NOT_CONTINUED = "rows whose last turn does not continue the prompt a server would send"
+NOT_CONTINUED = "assistant turns that do not continue the prompt a server would send, supervised as rendered"
+UNMARKED = "assistant turns the template does not mark"
 SPLICED = "assistant turns put behind the prompt a server sends, which the template renders otherwise"
 SCAFFOLD = "empty think blocks that the prompt opens (not supervised)"
 STOP_APPENDED = "stop tokens appended that the template leaves to the next turn"
@@ -90,12 +91,13 @@ class ServedTurns:
         for number in range(len(turns) - 1, 0, -1):
             turn = self._turn(conversation, turns, number)
             if not turn.spans:
+                _count(last.notes, UNMARKED)
                 continue
             end = turn.spans[-1][1]
             home = next((row for row in rows if row.text.startswith(turn.text[:end])), None)
             if home is not None:
                 spans[home.turn].insert(0, turn.spans[-1])
-                for name in (SPLICED, SCAFFOLD, REASONING_LOST):
+                for name in (SPLICED, SCAFFOLD, REASONING_LOST, NOT_CONTINUED):
                     _count(home.notes, name, turn.notes.get(name, 0))
             elif self._history == "fan_out":
                 rows.append(turn)
@@ -114,7 +116,8 @@ class ServedTurns:
         message = messages[-1]
         prompt = template.render(messages[:-1], tools, prompt=True).text
         rendered = template.render(messages, tools)
-        text, notes = rendered.text, {}  # type: tuple[str, dict[str, int]]
+        text = rendered.text
+        notes: dict[str, int] = {}
 
         def row(text: str, spans: list[Span]) -> ServedText:
             return ServedText(text, spans, number, messages, rendered.text, notes)
@@ -122,11 +125,14 @@ class ServedTurns:
         if not rendered.spans:
             raise self._marked_nothing(conversation)
         start, end = rendered.spans[-1]
-        reasoning = written_reasoning(message)[0].strip()
-        lost = bool(reasoning) and reasoning not in text[start:end]
+        inner, in_content = written_reasoning(message)
+        reasoning = inner.strip()
+        answer = message["content"].rpartition("</think>")[2] if in_content else message["content"]
+        # an answer may repeat its reasoning word for word
+        lost = bool(reasoning) and text[start:end].count(reasoning) <= answer.count(reasoning)
         continued = text.startswith(prompt)
         if continued and end <= len(prompt):
-            _count(notes, "assistant turns the template does not mark")
+            _count(notes, UNMARKED)
             return row(text, [])
         if continued and start > len(prompt):
             raise self._contradiction(conversation, text, start, len(prompt))
@@ -136,7 +142,7 @@ class ServedTurns:
         if header is not None and (lost or not continued):
             spliced = self._splice(prompt, header, text[start:end], message, lost)
             if spliced is not None:
-                dropped = lost and reasoning not in spliced[header:]
+                dropped = lost and spliced[header:].count(reasoning) <= answer.count(reasoning)
                 text = spliced + text[end:]
                 _count(notes, SPLICED)
                 _count(notes, REASONING_LOST, int(dropped))
@@ -206,15 +212,21 @@ class ServedTurns:
         return None
 
     def _as_rendered(self, conversation: Conversation, turns: list[int]) -> ServedText:
-        """One row with every turn supervised in the form it has there, whatever it was when it was served."""
+        """One row with every turn supervised in the form it has there, whatever it was when it was served; the last one
+        as it was served, if the history before it is the same."""
         last = self._turn(conversation, turns, len(turns))
         rendered = self._template.render(conversation.messages[: turns[-1] + 1], conversation.tools)
         earlier = without_generation_prompt(rendered.text, rendered.spans[:-1], self._template.generation_prompt)
         if self._template.family:
             blocks = ((span, _EMPTY_BLOCK.match(rendered.text, *span)) for span in earlier)
             earlier = [(block.end(), span[1]) if block else span for span, block in blocks]
-        _count(last.notes, "assistant turns the template does not mark", len(turns) - len(rendered.spans))
-        return ServedText(last.text, [*earlier, *last.spans], last.turn, last.messages, last.rendered, last.notes)
+        _count(last.notes, UNMARKED, len(turns) - len(rendered.spans))
+        text, own = last.text, last.spans
+        if earlier and not text.startswith(rendered.text[: earlier[-1][1]]):
+            # as it was served the last turn stands behind another history
+            text = rendered.text
+            own = without_generation_prompt(text, rendered.spans[-1:], self._template.generation_prompt)
+        return ServedText(text, [*earlier, *own], last.turn, last.messages, last.rendered, last.notes)
 
     def _check_calls(self, message: Message, body: str) -> None:
         """Refuses a turn whose tool calls are not all in what the template renders of it."""

@@ -144,7 +144,7 @@ def test_a_turn_that_does_not_continue_the_served_prompt_is_noted(encode, toy_te
     row = chat(("user", "a"), ("assistant", "<think>b</think>c"))
     _, mask = encode(row, template=with_prompt(toy_template, "<think></think>"), notes=notes)
     assert ones(mask) == [9, 10, 11, 12, 13]
-    assert notes == {"rows whose last turn does not continue the prompt a server would send": 1}
+    assert notes == {"assistant turns that do not continue the prompt a server would send, supervised as rendered": 1}
 
 
 def test_t08_exactly_one_bos(encode, make_toy_tokenizer, toy_template):

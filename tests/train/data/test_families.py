@@ -216,6 +216,13 @@ def test_family_is_found_from_the_tokenizer(name):
     assert choose_template("own", tokenizer_of(name), markers=FAMILY[name]).family is template.family
 
 
+def test_an_answer_that_repeats_its_reasoning():
+    row = {"messages": [user(), answer("yes", reasoning_content="yes")]}
+    assert supervised("deepseek-v3.1", row, True) == [["yes</think>yes" + EOS]]
+    assert supervised("glm-5.3", row) == [["yes</think>yes<|user|>"]]
+    assert encode("smollm2", row)[0].notes == {"assistant turns whose reasoning the template leaves out": 1}
+
+
 def test_a_family_that_does_not_fit_is_refused():
     with pytest.raises(TemplateError, match="the tokenizer has no token <start_of_turn>"):
         choose_template("own", tokenizer_of("qwen3"), markers="gemma")
@@ -295,6 +302,11 @@ class TestHistory:
         (row,) = encode("glm-4.6", TWO_TURNS, history="as_rendered")
         assert spans("glm-4.6", row) == ["\nA1<|user|>", "\n<think>R2</think>\nA2<|user|>"]
 
+    def test_as_rendered_keeps_one_text_where_the_prompt_differs(self):
+        """Served, the answer after a tool stood behind its call's reasoning, which the template then removes."""
+        (row,) = encode("gpt-oss", ONE_CALL, history="as_rendered")
+        assert spans("gpt-oss", row) == [HARMONY_CALL, ANALYSIS.format("R2") + FINAL.format("A")]
+
     def test_turns_after_the_last_answer_are_left_out_and_counted(self):
         (row,) = encode("smollm2", {"messages": [user("Q1"), answer("A1"), user("Q2")]})
         assert row.notes == {"turns after the last assistant turn, left out": 1}
@@ -358,7 +370,7 @@ def test_every_turn_is_supervised_once_behind_the_prompt_of_its_server(name, thi
         if name == "gpt-oss":
             continue  # its prompt holds today's date
         ids, mask = encoded.input_ids.tolist(), encoded.loss_mask.tolist()
-        if any("does not continue" in note for note in encoded.notes):
+        if any("do not continue" in note for note in encoded.notes):
             assert name in (
                 "deepseek-v3.1",
                 "deepseek-r1",
