@@ -11,8 +11,10 @@ from typing import Any
 
 from draft_jax.config import DraftConfig
 from target_bridge.serving.known_faults import known_fault
-from target_bridge.serving.server import EngineServer, ServerSettings
-from train.serve_check.comparison import Comparison, compare_outputs, with_margins
+from target_bridge.serving.server import EngineServer, ServerFailure, ServerSettings
+from train.evaluate.config import GREEDY_BELOW
+from train.serve_check.accounting import AccountingError
+from train.serve_check.comparison import Comparison, Identity, compare_outputs, with_margins
 from train.serve_check.config import ServeConfig
 from train.serve_check.offline import DTYPE, Asked, OfflineResult
 from train.serve_check.serving import ServedPass, margins, serve_pass
@@ -50,8 +52,10 @@ def run(
     Returns:
         A comparison per temperature, and facts of the servers.
 
+        A failure of the second server is told in the facts ("without it": "failure"), and its columns are empty.
+
     Raises:
-        ServerFailure, AccountingError: see there.
+        ServerFailure, AccountingError: serving with the draft failed, or cannot be counted.
     """
     first = next(iter(offline.values()))
     eos = [int(token) for token in first.settings["eos_token_ids"]]
@@ -86,20 +90,20 @@ def run(
     with serve("with the draft", str(check.folder)) as server:
         served = all_passes(server, "with the draft", check.draft.block_size)
     identities = {}
-    greedy = next((t for t in config.temperatures if not t), None)
+    greedy = next((t for t in config.temperatures if t < GREEDY_BELOW), None)
     if greedy is not None:
         identities["offline"] = compare_outputs(served[greedy].outputs, offline[greedy].outputs)
     plain: dict[float, ServedPass] = {}
     if config.plain:
-        with serve("without it", None) as server:
-            plain = all_passes(server, "without it", None)
-            if greedy is not None:
-                identities["plain"] = compare_outputs(served[greedy].outputs, plain[greedy].outputs)
-                ids = {prompt.id: prompt.input_ids.tolist() for prompt in asked.prompts}
-                outputs = served[greedy].outputs
-                for kind, identity in identities.items():
-                    places = {item.prompt: outputs[item.prompt][: item.position] for item in identity.differences}
-                    identities[kind] = with_margins(identity, margins(server, ids, places))
+        try:
+            with serve("without it", None) as server:
+                plain = all_passes(server, "without it", None)
+                if greedy is not None:
+                    identities["plain"] = compare_outputs(served[greedy].outputs, plain[greedy].outputs)
+                    for kind in identities:
+                        identities[kind] = _with_margins(identities[kind], server, asked, served[greedy])
+        except (ServerFailure, AccountingError) as error:  # what was measured with the draft is not to be lost
+            facts["without it"] = {"failure": str(error)}
     return [
         Comparison(
             t, offline[t], served[t], plain.get(t), check.draft.block_size, config.tolerance,
@@ -108,3 +112,10 @@ def run(
         )
         for t in config.temperatures
     ], facts  # fmt: skip
+
+
+def _with_margins(identity: Identity, server: EngineServer, asked: Asked, served: ServedPass) -> Identity:
+    """How clear plain decoding's choice was at each difference."""
+    ids = {prompt.id: prompt.input_ids.tolist() for prompt in asked.prompts}
+    places = {item.prompt: served.outputs[item.prompt][: item.position] for item in identity.differences}
+    return with_margins(identity, margins(server, ids, places))

@@ -70,6 +70,8 @@ class Engine:
         print("fake engine starts", arguments, flush=True)
         if FAIL == "start":
             raise ValueError(SCRIPT["message"])
+        if FAIL == "plain" and "speculative_algorithm" not in arguments:
+            raise RuntimeError(SCRIPT["message"])
         if FAIL == "crash":  # as a scheduler does: its own words in the log, then the group goes down
             print(SCRIPT["message"], file=sys.stderr, flush=True)
             os.kill(os.getpid(), 9)

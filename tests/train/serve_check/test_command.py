@@ -86,9 +86,11 @@ def check(draft, prompts, offline, target_folder, tmp_path, monkeypatch):
             output = sample["output_tokens"]
             script["prompts"][key] = {"first": output[0], "rounds": raw_rounds(sample), "plain": output}
 
-    def run(*arguments, change=None, files=offline):
+    def run(*arguments, change=None, files=offline, fail=None):
         if change:
             change(script["prompts"])
+        if fail:
+            script.update(fail=fail, message="out of luck")
         (tmp_path / "script.json").write_text(json.dumps(script))
         monkeypatch.setenv("FAKE_SGLANG", str(tmp_path / "script.json"))
         common = ["--draft", str(draft), "--prompts", str(prompts), "--max-new-tokens", str(NEW)]
@@ -218,6 +220,17 @@ def test_no_plain_serves_once(check, tmp_path):
     assert result["comparisons"][0]["plain"] is None
     assert result["comparisons"][0]["identical_to_plain"] is None
     assert not (tmp_path / "out" / "server_without_it.log").exists()
+
+
+def test_what_was_measured_survives_the_second_server(check, capsys):
+    code, result = check("--temperature", "0", fail="plain")
+    assert code == 1, "not all that was asked for was measured"
+    comparison = result["comparisons"][0]
+    assert comparison["relative_difference"] == pytest.approx(0.0)
+    assert comparison["plain"] is None
+    assert comparison["identical_to_offline"]["share"] == 1.0
+    assert "out of luck" in result["server"]["without it"]["failure"]
+    assert "serving without the draft failed, its numbers are missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
