@@ -188,19 +188,21 @@ def _slots(made: Sequence[Figures], key: str, title: str, conclude: Callable[[Fi
 
 
 def conclude_conditional(found: Figures) -> str:
-    """Whether acceptance falls along the block."""
+    """Whether acceptance falls along the block, and what another slot would bring if it went on as the last."""
     values = [v.value for v in found.conditional if v.value is not None]
     if len(values) < 2:
         return f"{found.name}: too few slots were judged."
     first, last = found.conditional[0], found.conditional[len(values) - 1]
     text = f"{found.name}: {values[0]:.0%} at slot 0, {values[-1]:.0%} at slot {len(values) - 1}"
-    if first.low is not None and last.high is not None and last.low is not None and first.high is not None:
-        if last.high < first.low:
-            return f"{text}: it falls along the block, so later slots are worth less than the first."
-        if last.low > first.high:
-            return f"{text}: it rises along the block, since only easy text gets that far; a longer block may pay."
-        return f"{text}: level within noise, so the block's end is not what limits; a longer block may pay."
-    return f"{text}; too few prompts to tell whether that is a trend."
+    reach = found.survival[len(values) - 1].value or 0.0
+    more = f"one more slot would bring about {reach * values[-1]:.3f} tokens per round"
+    if first.low is None or first.high is None or last.low is None or last.high is None:
+        return f"{text}; too few prompts get that far to tell whether that is a trend; {more}."
+    if last.high < first.low:
+        return f"{text}: it falls along the block; {more}."
+    if last.low > first.high:
+        return f"{text}: it rises along the block, since only easy text gets that far; {more}."
+    return f"{text}: level within noise; {more}."
 
 
 def conclude_survival(found: Figures) -> str:

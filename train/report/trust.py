@@ -100,8 +100,8 @@ def conclude(name: str, slots: Sequence[SlotCalibration], chance: float) -> str:
     error = sum(slot.ece or 0.0 for slot in judged) / len(judged)
     aurocs = [slot.auroc for slot in judged if slot.auroc is not None]
     ranks = f" It ranks prefixes with an AUROC of {sum(aurocs) / len(aurocs):.2f} (0.5 is a guess)." if aurocs else ""
-    how = "too sure" if bias > 0 else "too cautious"
-    text = f"{name}: on average {abs(bias):.1%} {how}, mean calibration error {error:.1%}"
+    how = f"{abs(bias):.1%} {'too sure' if bias > 0 else 'too cautious'}" if abs(bias) >= 0.0005 else "right"
+    text = f"{name}: on average {how}, mean calibration error {error:.1%}"
     if error <= chance:
         return f"{text}, no more than a perfect head may show of so few rounds ({chance:.1%}).{ranks}"
     if error > _POOR:

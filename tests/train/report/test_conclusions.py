@@ -55,12 +55,14 @@ def test_tasks():
         (Interval(0.8, 0.75, 0.85), Interval(0.5, 0.4, 0.6), "it falls along the block"),
         (Interval(0.5, 0.45, 0.55), Interval(0.8, 0.7, 0.9), "it rises along the block"),
         (Interval(0.8, 0.7, 0.9), Interval(0.78, 0.6, 0.9), "level within noise"),
-        (Interval(0.8), Interval(0.78), "too few prompts to tell"),
+        (Interval(0.8), Interval(0.78), "too few prompts get that far to tell"),
     ],
 )
 def test_conditional_acceptance(first, last, said):
-    text = conclude_conditional(some(conditional=(first, last, Interval(None))))
+    survival = (Interval(0.5), Interval(0.25), Interval(0.0))
+    text = conclude_conditional(some(conditional=(first, last, Interval(None)), survival=survival))
     assert said in text
+    assert f"one more slot would bring about {0.25 * last.value:.3f} tokens per round" in text
     assert f"{first.value:.0%} at slot 0, {last.value:.0%} at slot 1" in text
 
 
@@ -89,6 +91,7 @@ def test_confidence():
     assert "20.0% too sure, mean calibration error 20.0%" in text
     assert "AUROC of 0.80" in text
     assert "draft-jax calibrate" in text
+    assert "on average right, mean" in trust.conclude("d", [dataclasses.replace(slot, predicted=0.5)], 0.01)
     fine = dataclasses.replace(slot, predicted=0.49, ece=0.01, auroc=None)
     text = trust.conclude("d", [fine], 0.005)
     assert "1.0% too cautious" in text
