@@ -81,7 +81,7 @@ def load_target(config: RunConfig, layer_ids: tuple[int, ...], platform: str, dt
     if target.bridge == "sglang":
         import jax
 
-        from target_bridge.sglang.target import load_sglang_target
+        from target_bridge.sglang.load import load_sglang_target
 
         # JAX reserves its share with its first array, and the engine divides what is free then.
         jax.block_until_ready(jax.numpy.zeros(()))

@@ -9,5 +9,5 @@ Importing the package loads neither torch nor sglang.
 `batches`            which requests share a forward
 `memory`             how a GPU is divided between engine and JAX
 `check`              what is proved about a loaded model
-`target`             the `Target` over it (`load_sglang_target`)
+`load`, `target`     the `Target` over it (`load_sglang_target`); `head` and `share` are parts of it
 """

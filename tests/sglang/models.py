@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from target_bridge.sglang.load import load_sglang_target
 from target_bridge.sglang.options import EngineOptions
-from target_bridge.sglang.target import SGLangTarget, load_sglang_target
+from target_bridge.sglang.target import SGLangTarget
 
 #: 70 ids: SGLang pads the embedding to 128 rows.
 SIZES = {

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import torch
 
+from target_bridge.sglang.load import load_sglang_target
 from target_bridge.sglang.options import EngineOptions
-from target_bridge.sglang.target import load_sglang_target
 from target_bridge.target import TargetError
 from tests.sglang.models import TAPS, require_full
 

@@ -233,8 +233,8 @@ def main() -> None:
     )
     folder = random_target(work / "target") if args.target == "random" else Path(args.target)
 
+    from target_bridge.sglang.load import load_sglang_target
     from target_bridge.sglang.options import EngineOptions
-    from target_bridge.sglang.target import load_sglang_target
 
     rng = np.random.default_rng(0)
     documents = [rng.integers(20, 49152, n) for n in (5, 300, 1, 64, 511, 128, 17, 33)]

@@ -57,8 +57,8 @@ def main() -> None:
     say("world", size=size, jax=jax.__version__, torch=torch.__version__)
 
     from target_bridge.hf import load_hf_target
+    from target_bridge.sglang.load import load_sglang_target
     from target_bridge.sglang.options import EngineOptions
-    from target_bridge.sglang.target import load_sglang_target
 
     target = load_sglang_target(
         args.target,

@@ -75,7 +75,7 @@ def load_eval_target(
         from target_bridge.hf import load_hf_target
 
         return load_hf_target(name, layer_ids, **common)
-    from target_bridge.sglang.target import load_sglang_target
+    from target_bridge.sglang.load import load_sglang_target
     from train.evaluate.protocol import BATCH
 
     jax.block_until_ready(jax.numpy.zeros(()))  # JAX reserves its memory with its first array
