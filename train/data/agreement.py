@@ -46,9 +46,12 @@ _PROBES: tuple[tuple[list[dict], list[dict] | None], ...] = (
 
 
 def template_variables(
-    tokenizer: Any, enable_thinking: bool | None, reasoning_effort: str | None = None, date: str | None = None
+    tokenizer: Any,
+    enable_thinking: bool | None,
+    options: Mapping[str, Any] | None = None,
+    date: str | None = None,
 ) -> dict[str, Any]:
-    """What a template is given beside the messages: special tokens by name, the switches that are set, the date.
+    """What a template is given beside the messages: special tokens by name, the switches and options set, the date.
 
     The thinking switch goes by two names; servers set both.
     """
@@ -57,8 +60,7 @@ def template_variables(
     }
     if enable_thinking is not None:
         variables |= {"enable_thinking": enable_thinking, "thinking": enable_thinking}
-    if reasoning_effort is not None:
-        variables["reasoning_effort"] = reasoning_effort
+    variables |= options or {}
     if date is not None:
         variables["date"] = date
     return variables
@@ -207,9 +209,8 @@ class Agreement:
         self.texts = 0
         self.ids = 0
         self._tokenizer = tokenizer
-        self._switches = {
-            name: variables[name] for name in ("enable_thinking", "thinking", "reasoning_effort") if name in variables
-        }
+        own_names = {"date", *tokenizer.special_tokens_map}
+        self._switches = {name: value for name, value in variables.items() if name not in own_names}
         self._own = OwnTemplate(tokenizer, variables)
         self._every_id = every_id
         self._kinds: set[tuple] = set()

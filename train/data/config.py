@@ -1,13 +1,16 @@
 """What to train on, and how rows are read."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from .families import FAMILIES
 
 #: What a template's `strftime_now` gives unless told otherwise.
 DEFAULT_DATE = "2026-01-01"
+# What rows and the other options decide.
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "enable_thinking", "thinking", "date"}
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class DataConfig:
             Switch it off only when the draft will be served with another template than the tokenizer's.
         enable_thinking: handed to the template (as `thinking` too); None leaves it undefined, as a server does
             unless asked.
-        reasoning_effort: handed to the template; None leaves it undefined.
+        template_options: further variables for the template, as a server's chat_template_kwargs: reasoning_effort,
+            clear_thinking and what else it reads.
         date: YYYY-MM-DD, what a template that writes today's date is told; a date that moved would change the data
             of a run that is resumed.
         history: what becomes of earlier turns that the template rewrites once they are history (reasoning removed, an
@@ -55,7 +59,7 @@ class DataConfig:
     markers: str = "auto"
     verify_template: bool = True
     enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     date: str = DEFAULT_DATE
     history: Literal["fan_out", "one_row", "last_turn", "as_rendered"] = "fan_out"
     marker_text: Literal["as_served", "refuse"] = "as_served"
@@ -84,6 +88,8 @@ class DataConfig:
         histories = ("fan_out", "one_row", "last_turn", "as_rendered")
         require(self.history in histories, "history", f"give one of {', '.join(histories)}")
         require(self.marker_text in ("as_served", "refuse"), "marker_text", "give as_served or refuse")
+        taken = ", ".join(sorted(_RESERVED & set(self.template_options)))
+        require(not taken, "template_options", f"{taken} cannot be set here: rows or other options of data decide it")
         try:
             datetime.fromisoformat(self.date)
         except (TypeError, ValueError):

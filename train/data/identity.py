@@ -58,7 +58,7 @@ def _template(config: DataConfig, tokenizer: Any) -> Any:
     """Text of the template in use and of the tokenizer's own, which rows are compared with."""
     if tokenizer is None:
         return None
-    variables = template_variables(tokenizer, config.enable_thinking, config.reasoning_effort, config.date)
+    variables = template_variables(tokenizer, config.enable_thinking, config.template_options, config.date)
     try:
         chosen = choose_template(config.template, tokenizer, variables=variables, markers=config.markers)
     except TemplateError:

@@ -100,7 +100,7 @@ class RowReader:
         if self._encoder is None:
             config = self._config
             variables = template_variables(
-                self._tokenizer, config.enable_thinking, config.reasoning_effort, config.date
+                self._tokenizer, config.enable_thinking, config.template_options, config.date
             )
             template = choose_template(config.template, self._tokenizer, variables=variables, markers=config.markers)
             if config.verify_template:

@@ -65,9 +65,11 @@ def open_source(path: str) -> Source:
 
 
 def _parquet_records(root: Path, name: str, batch_rows: int = 1024) -> Iterator[tuple[Place, Record]]:
-    import pyarrow
-    import pyarrow.parquet
-
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{root / name} needs pyarrow: pip install 'draft-jax[data]'") from error
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(root / name) as file:
@@ -97,7 +99,7 @@ def _hub_records(path: str) -> Iterator[tuple[Place, Record]]:
     try:
         import datasets
     except ImportError as error:
-        raise DataError(f"data.path {path} needs the datasets library: pip install datasets") from error
+        raise DataError(f"data.path {path} needs the datasets library: pip install 'draft-jax[data]'") from error
     number = 0
     try:
         for number, row in enumerate(datasets.load_dataset(streaming=True, **_hub_arguments(path)), start=1):

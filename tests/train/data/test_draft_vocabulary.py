@@ -38,6 +38,7 @@ def test_t19_keys(config, toy_tokenizer, make_toy_tokenizer, toy_template, tmp_p
         "max_length": key(max_length=12),
         "min_loss_tokens": key(min_loss_tokens=2),
         "history": key(history="last_turn"),
+        "options": key(template_options={"reasoning_effort": "high"}),
         "thinking": key(enable_thinking=True),
         "date": key(date="2026-02-02"),
         "limit": key(limit=1),

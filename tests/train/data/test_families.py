@@ -23,9 +23,9 @@ tokenizer_of = functools.cache(byte_tokenizer)
 
 
 @functools.cache
-def encoder_of(name: str, thinking: bool | None = None, template="own", markers="auto", **options) -> Encoder:
+def encoder_of(name: str, thinking=None, template="own", markers="auto", extra=(), **options) -> Encoder:
     tokenizer = tokenizer_of(name)
-    variables = template_variables(tokenizer, thinking)
+    variables = template_variables(tokenizer, thinking, dict(extra))
     chosen = choose_template(template, tokenizer, variables=variables, markers=markers)
     agreement = Agreement(chosen, tokenizer, variables=variables, every_id=True)
     return Encoder(chosen, tokenizer, 1000, agreement, **options)
@@ -214,6 +214,19 @@ def test_family_is_found_from_the_tokenizer(name):
     template = choose_template("own", tokenizer_of(name))
     assert template.family is FAMILIES[FAMILY[name]]
     assert choose_template("own", tokenizer_of(name), markers=FAMILY[name]).family is template.family
+
+
+def test_glm_options_change_header_and_history_but_no_span():
+    assert (
+        tokenizer_of("glm-5.3")
+        .decode(encode("glm-5.3", SIMPLE)[0].input_ids)
+        .startswith("[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>")
+    )
+    low = encode("glm-5.3", SIMPLE, extra=(("reasoning_effort", "low"),))[0]
+    assert "Reasoning Effort: Low" in tokenizer_of("glm-5.3").decode(low.input_ids)
+    assert spans("glm-5.3", low) == ["A<|user|>"]
+    rows = encode("glm-5.3", TWO_TURNS, extra=(("clear_thinking", True),))
+    assert [spans("glm-5.3", row) for row in rows] == [["R1</think>A1<|user|>"], ["R2</think>A2<|user|>"]]
 
 
 def test_an_answer_that_repeats_its_reasoning():

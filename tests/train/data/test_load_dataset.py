@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,37 @@ def test_enable_thinking_reaches_the_template(load, write_rows, make_toy_tokeniz
     assert on.samples[0].input_ids[on.samples[0].loss_mask == 1].tolist()[:1] == [9]
 
 
+def test_options_reach_the_template(load, write_rows, toy_template, tmp_path):
+    (tmp_path / "spy.jinja").write_text("{{- 'e' if reasoning_effort == 'high' else 'f' -}}" + toy_template)
+    (tmp_path / "clock.jinja").write_text("{{- 'e' if strftime_now('%d') == '07' else 'f' -}}" + toy_template)
+    path = write_rows([T01])
+    for options, first in (({}, 20), ({"template_options": {"reasoning_effort": "high"}}, 19)):
+        (sample,) = load(path, template=str(tmp_path / "spy.jinja"), **options).samples
+        assert sample.input_ids.tolist() == [first, *T01_IDS]
+    for date, first in (("2026-01-01", 20), ("2026-03-07", 19)):
+        (sample,) = load(path, template=str(tmp_path / "clock.jinja"), date=date).samples
+        assert sample.input_ids.tolist() == [first, *T01_IDS]
+
+
+def test_turns_fan_out_into_samples(load, write_rows, make_toy_tokenizer):
+    """Each with an id of its own; the account says how many were made of how many rows."""
+    from train.data.templates import shipped_source
+
+    own = shipped_source("qwen3").replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    chat = {"id": "x", "messages": [*T01["messages"], *T01["messages"]]}
+    path = write_rows([chat, T01_TOKENS])
+    tokenizer = make_toy_tokenizer(chat_template=own)
+    data = load(path, tokenizer=tokenizer, template="auto")
+    assert [sample.id for sample in data.samples] == ["x#turn1", "x", "rows.jsonl:2"]
+    summary = data.summary
+    assert (summary.rows, summary.fanned_out, summary.samples, summary.kept) == (2, 1, 3, 3)
+    assert "rows              2  made 3 samples" in summary.format()
+    assert summary.to_json()["fanned_out"] == 1
+    data = load(path, tokenizer=tokenizer, template="auto", history="last_turn")
+    assert [sample.id for sample in data.samples] == ["x", "rows.jsonl:2"]
+    assert data.summary.notes["assistant turns not supervised (data.history=last_turn)"].count == 1
+
+
 def test_another_process_makes_the_same_samples(write_rows, toy_template_file):
     """Hash seeds differ between processes; samples must not."""
     rows = [{**T01_TOKENS, "input_ids": [i % 31] * 14, "id": f"r{i}"} for i in range(50)]
@@ -229,15 +261,17 @@ def test_another_process_makes_the_same_samples(write_rows, toy_template_file):
     ("option", "value"),
     [
         ("path", ""), ("format", "csv"), ("template", ""), ("max_length", 1), ("min_loss_tokens", 0),
-        ("leading_assistant", "keep"), ("limit", 0), ("seed", -1), ("seed", 2**32),
+        ("leading_assistant", "keep"), ("limit", 0), ("seed", -1), ("seed", 2**32), ("markers", "phi"),
+        ("history", "all"), ("marker_text", "keep"), ("date", "today"), ("template_options", {"tools": []}),
     ],
 )  # fmt: skip
 def test_options_that_cannot_be_meant(option, value):
-    with pytest.raises(ValueError, match=f"data.{option} is {value!r}"):
+    with pytest.raises(ValueError, match=re.escape(f"data.{option} is {value!r}")):
         DataConfig(**{"path": "x", option: value})
 
 
 def test_config_survives_yaml():
-    config = DataConfig("x.jsonl", enable_thinking=False, limit=3, template="qwen3")
+    options = {"reasoning_effort": "high", "clear_thinking": True}
+    config = DataConfig("x.jsonl", enable_thinking=False, limit=3, template="qwen3", template_options=options)
     assert draccus.decode(DataConfig, draccus.encode(config)) == config
     assert all(field.name in DataConfig.__doc__ for field in dataclasses.fields(DataConfig))
