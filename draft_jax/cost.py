@@ -79,6 +79,40 @@ def step_flops(draft: DraftConfig, shape: Shape, context_keys: float | None = No
     return {name: forward * (1 + backward) for name, (forward, backward) in parts.items()}
 
 
+def step_memory(draft: DraftConfig, shape: Shape, attention: str) -> dict[str, int]:
+    """Temporary memory of a micro-step at its peak, in bytes, by what it is for.
+
+    Parameters, sums of gradients, target and batch are arguments of the step and not in it. Weight gradients are not
+    either: their products add to the sums directly. Within 20 % of what the compiler reserves on an H200
+    (benchmarks/RESULTS.md).
+
+    Args:
+        draft: the model.
+        shape: what it works on.
+        attention: implementation; "xla" keeps scores, a kernel does not.
+    """
+    rows, tokens, item = shape.draft_rows(draft), shape.rows * shape.length, shape.dtype_bytes
+    d, v, layers = draft.hidden_size, draft.vocab_size, draft.num_hidden_layers
+    query, kv = _widths(draft)
+    # Kept for the backward pass of one layer: residual stream and its normed form, twice; projections, normed and
+    # rotated heads, attention's output; gate, up and their product.
+    layer = item * (4 * d + 3 * query + 3 * kv + 3 * draft.intermediate_size)
+    tables = draft.markov_rank * v
+    parts = {
+        "layers, for the backward pass": rows * layers * layer,
+        "context": tokens * item * (draft.num_taps * d + d + 2 * kv * layers),
+        "block states and their gradients": rows * (4 + 3 * item) * d,
+        "objective's chunk": (4 + 4 + item) * shape.chunk(draft) * v,
+        "gradients of the Markov tables": (4 + 4 + item) * tables,
+    }
+    heads = rows * draft.num_attention_heads
+    if attention == "xla":
+        parts["attention scores"] = heads * (shape.length + draft.block_size) * ((4 + item) * layers + 8)
+    else:
+        parts["attention's log-sum-exps"] = heads * 4 * layers
+    return parts
+
+
 def _widths(draft: DraftConfig) -> tuple[int, int]:
     """Widths of all query heads and of all key/value heads."""
     return draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim

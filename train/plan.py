@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draft_jax.config import DraftConfig
-from draft_jax.objective.config import chunk_rows_for
+from draft_jax.cost import Shape, layer_parameters, step_flops, step_memory
+from draft_jax.objective.config import target_sizes_for
 
 from .config import RunConfig
 from .config_file import dump
@@ -27,6 +28,7 @@ class Plan:
         parameters: trainable parameters by group.
         memory: bytes by purpose.
         flops: floating-point operations (a multiply-add is 2) of one optimizer step by part, over all devices.
+        chunk: rows of vocabulary logits that exist at once.
     """
 
     draft: DraftConfig
@@ -35,6 +37,7 @@ class Plan:
     parameters: dict[str, int]
     memory: dict[str, int]
     flops: dict[str, float]
+    chunk: int
 
 
 def parameter_groups(draft: DraftConfig) -> dict[str, int]:
@@ -59,54 +62,58 @@ def make_plan(config: RunConfig, platform: str) -> Plan:
     target_config = read_target_config(config.target)
     draft = resolve_draft(config, target_config)
     dtype = resolve_dtype(config.train.dtype, platform)
+    shape = _shape(config, dtype, platform)
     return Plan(
         draft=draft,
         platform=platform,
         dtype=dtype,
         parameters=parameter_groups(draft),
-        memory=_memory(config, draft, target_config, dtype, platform),
-        flops=_flops(config, draft),
+        memory=_memory(config, draft, target_config, shape, dtype, _attention(config, platform, dtype, draft)),
+        flops=_flops(config, draft, shape),
+        chunk=shape.chunk(draft),
     )
 
 
-def _rows(config: RunConfig, draft: DraftConfig) -> int:
-    """Draft rows (anchors x slots) of one micro-step, over all devices."""
-    return config.train.batch_rows * config.objective.num_anchors * draft.block_size
+def _attention(config: RunConfig, platform: str, dtype: str, draft: DraftConfig) -> str:
+    """The attention implementation of a run; a GPU is taken to be NVIDIA's."""
+    kind = "NVIDIA" if platform == "gpu" else platform
+    return resolve_attention(config.train.attention, platform, kind, dtype, draft.head_dim)
 
 
-def _memory(config: RunConfig, draft: DraftConfig, target_config: dict, dtype: str, platform: str) -> dict[str, int]:
+def _shape(config: RunConfig, dtype: str, platform: str) -> Shape:
+    """What one device works on in a micro-step."""
+    return Shape(
+        rows=config.train.batch_rows // config.train.devices,
+        length=config.data.max_length,
+        num_anchors=config.objective.num_anchors,
+        dtype_bytes=_BYTES[dtype],
+        platform=platform,
+        chunk_rows=config.objective.chunk_rows,
+    )
+
+
+def _memory(
+    config: RunConfig, draft: DraftConfig, target_config: dict, shape: Shape, dtype: str, attention: str
+) -> dict[str, int]:
     train = config.train
-    item = _BYTES[dtype]
     parameters = sum(parameter_groups(draft).values())
-    local_rows = train.batch_rows // train.devices  # [b] rows of one device
-    rows = _rows(config, draft) // train.devices
-    d, width, length = draft.hidden_size, draft.intermediate_size, config.data.max_length
-    query = draft.num_attention_heads * draft.head_dim
-    kv = draft.num_key_value_heads * draft.head_dim
+    d = draft.hidden_size
     text = target_config.get("text_config") or target_config
     tied = bool(text.get("tie_word_embeddings", target_config.get("tie_word_embeddings", False)))
-    head_item = _BYTES[resolve_dtype(config.target.dtype, platform)]
-    # Kept for the backward pass of one layer: residual, two norms, q, k, v, attention output, three MLP widths.
-    per_row = item * (4 * d + 2 * query + 2 * kv + 3 * width)
-    # A GPU is taken to be one of NVIDIA's. The kernel keeps one log-sum-exp per query and no scores.
-    kind = "NVIDIA" if platform == "gpu" else platform
-    if resolve_attention(train.attention, platform, kind, dtype, draft.head_dim) == "xla":
-        scores = rows * draft.num_attention_heads * (length + draft.block_size) * 4 * 2  # fp32 scores and weights
-    else:
-        scores = rows * draft.num_attention_heads * 4
-    context = local_rows * length * (2 * kv * item + 0)
-    chunk = config.objective.chunk_rows or chunk_rows_for(rows, draft.vocab_size, platform=platform)
+    head_item = _BYTES[resolve_dtype(config.target.dtype, shape.platform)]
     memory = {
         "parameters (fp32)": 4 * parameters // train.fsdp,
         "Adam moments (fp32)": 8 * parameters // train.fsdp,
         "gradient accumulator (fp32)": 4 * parameters // train.fsdp,
-        "gradient of a micro-step (fp32)": 4 * parameters // train.fsdp,
         "frozen embedding and head": (1 if tied else 2) * draft.vocab_size * d * head_item,
-        "staging of captured states": STAGING_SLOTS * local_rows * length * (draft.num_taps + 1) * d * item,
-        "objective chunk (fp32 logits)": 4 * 4 * min(chunk, rows) * draft.vocab_size,
-        "activations of the draft": draft.num_hidden_layers * (rows * per_row + context + scores)
-        + local_rows * length * 2 * d * item,
+        "staging of captured states": STAGING_SLOTS * shape.rows * shape.length * (draft.num_taps + 1) * d * head_item,
     }
+    if dtype != "float32":
+        kernels = layer_parameters(draft) * draft.num_hidden_layers + draft.num_taps * d * d
+        memory[f"kernels ({dtype})"] = shape.dtype_bytes * kernels
+    if train.fsdp > 1:
+        memory["gathered parameters and their gradients (fp32)"] = 8 * parameters
+    memory |= {f"temporary: {name}": size for name, size in step_memory(draft, shape, attention).items()}
     weights = _target_weights(config)
     if weights:
         memory["target's weights (their files)"] = weights
@@ -118,27 +125,10 @@ def _target_weights(config: RunConfig) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
 
 
-def _flops(config: RunConfig, draft: DraftConfig) -> dict[str, float]:
-    """Operations of one optimizer step (the method of dspark_spec 8.1, at full rows of `data.max_length`)."""
-    tokens = config.train.batch_rows * config.data.max_length
-    rows = _rows(config, draft)
-    d, width, layers = draft.hidden_size, draft.intermediate_size, draft.num_hidden_layers
-    query = draft.num_attention_heads * draft.head_dim
-    kv = draft.num_key_value_heads * draft.head_dim
-    linear = d * (query + 2 * kv) + query * d + 3 * d * width
-    mean_keys = config.data.max_length / 2 + draft.block_size
-    target_rows = min(rows, tokens)
-    forward = {
-        # name: (forward, what the backward pass costs in units of the forward)
-        "fc": (2.0 * tokens * draft.num_taps * d * d, 1.0),
-        "context keys and values": (2.0 * tokens * d * 2 * kv * layers, 2.0),
-        "block layers": (2.0 * rows * linear * layers, 2.0),
-        "attention": (4.0 * rows * mean_keys * query * layers, 2.5),
-        "vocabulary, draft": (2.0 * rows * d * draft.vocab_size, 1.0),
-        "vocabulary, target": (2.0 * target_rows * d * draft.vocab_size, 0.0),
-        "Markov head": (2.0 * rows * draft.markov_rank * draft.vocab_size, 2.0),
-    }
-    return {name: config.train.accumulation * once * (1 + back) for name, (once, back) in forward.items()}
+def _flops(config: RunConfig, draft: DraftConfig, shape: Shape) -> dict[str, float]:
+    """Operations of one optimizer step over all devices, at full rows of `data.max_length`."""
+    steps = config.train.accumulation * config.train.devices
+    return {name: steps * value for name, value in step_flops(draft, shape).items()}
 
 
 def format_plan(config: RunConfig, plan: Plan) -> str:
@@ -160,6 +150,8 @@ def format_plan(config: RunConfig, plan: Plan) -> str:
         f" vocabulary {draft.vocab_size}",
         f"length: {length}; {window} rows of {config.data.max_length} tokens each"
         f" ({train.accumulation} micro-steps of {train.batch_rows})",
+        f"objective: chunks of {plan.chunk} rows; target logits in products of"
+        f" {', '.join(map(str, target_sizes_for(plan.chunk)))} rows, the smallest that holds a chunk's positions",
         "",
         *_table("trainable parameters", plan.parameters, lambda n: f"{n:,}"),
         "",

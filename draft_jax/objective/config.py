@@ -13,9 +13,6 @@ import jax
 #: the whole LM head, which costs as much as the arithmetic of about 180 rows (H200), so a chunk needs many more.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "gpu": 640 * 2**20}
 
-#: Chunks of at least so many rows are a multiple of it: the edge of a matrix product's tile on a GPU.
-TILE_ROWS = 128
-
 #: Below so many rows a product with the LM head is not cheaper: reading the head is what it costs (H200).
 LEAST_TARGET_ROWS = 160
 
@@ -70,9 +67,8 @@ class ObjectiveConfig:
 def chunk_rows_for(rows: int, vocab: int, *, platform: str | None = None, limit_bytes: int | None = None) -> int:
     """Rows per chunk, so that one fp32 [chunk, vocab] buffer stays within a bound.
 
-    The chunks are made nearly equal: a multiple of `TILE_ROWS` rows, of 8 where the bound allows fewer than that or
-    a single chunk does. Peak memory of the vocabulary stage is about `3 * 4 * chunk * vocab` bytes in fp32 and
-    `2.5 * 4 * chunk * vocab` in bf16.
+    The chunks are made nearly equal, and a multiple of 8 rows unless the bound allows fewer. Peak memory of the
+    vocabulary stage is about three such buffers (draft logits, target logits, gradient).
 
     Args:
         rows: draft rows of one device, `B_local * N * K`.
@@ -87,12 +83,10 @@ def chunk_rows_for(rows: int, vocab: int, *, platform: str | None = None, limit_
         platform = jax.default_backend() if platform is None else platform
         limit_bytes = CHUNK_BYTES["cpu" if platform == "cpu" else "gpu"]
     most = max(1, limit_bytes // (4 * vocab))
-    if rows <= most:
-        return min(most, -(-rows // 8) * 8)
-    step = next(step for step in (TILE_ROWS, 8, 1) if step <= most)
-    most -= most % step
+    if most >= 8:
+        most -= most % 8
     even = -(-rows // -(-rows // most))  # rows over the number of chunks needed
-    return min(most, -(-even // step) * step)
+    return min(most, -(-even // 8) * 8)
 
 
 def target_sizes_for(chunk_rows: int) -> tuple[int, ...]:
