@@ -32,22 +32,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)
     _prepare(args.device, args.memory_fraction)
-    from train.evaluate.draft import load_draft
     from train.evaluate.output import output_path, rows_folder
+
+    if args.processes > 1:  # before anything of ours is on a GPU: the processes want it
+        from train.evaluate.journal import prepare
+        from train.evaluate.processes import run_shares
+
+        if not args.output:
+            raise ValueError("--processes works on the rows beside the result: name it with --output")
+        rows = rows_folder(Path(args.output))
+        prepare(rows, args.resume)
+        run_shares(argv, args.processes, rows)
+        args.resume = True  # what is left is to put the rows together
+    from train.evaluate.draft import load_draft
 
     draft = load_draft(args.draft, args.step)
     options = eval_options(args, draft.run_config)
     output = output_path(args, draft, options)
-    if output is None and (args.resume or args.processes > 1 or args.share != (0, 1)):
-        raise ValueError("--resume, --processes and --share work on the rows beside the result: name it with --output")
-    if args.processes > 1:
-        from train.evaluate.journal import prepare
-        from train.evaluate.processes import run_shares
-
-        assert output is not None
-        prepare(rows_folder(output), args.resume)
-        run_shares(argv, args.processes, rows_folder(output))
-        args.resume = True  # what is left is to put the rows together
+    if output is None and (args.resume or args.share != (0, 1)):
+        raise ValueError("--resume and --share work on the rows beside the result: name it with --output")
     from train.evaluate.target import close_target, load_eval_target
 
     target = load_eval_target(

@@ -13,6 +13,8 @@ from train.evaluate.options import eval_options, parser
 from train.evaluate.terminal import format_result
 from train.export import export
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture(scope="module")
 def draft_folder(target_folder, make_params, tmp_path_factory):

@@ -16,6 +16,8 @@ from train.evaluate.roster import Job, sample_generator
 from train.evaluate.tasks import Prompt
 from train.evaluate.terminal import format_result
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def settings(**fields) -> EvalConfig:
     """Four slots: one set of compiled programs for most tests."""
