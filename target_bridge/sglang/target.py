@@ -124,24 +124,25 @@ class SGLangTarget:
                 refused.
         """
         share = share_documents(documents, self._info.vocab_size, self._info.max_length, self._engine.peers)
-        facts = self._engine.facts
+        engine = self._engine
         context: list[torch.Tensor] = []
         last: list[torch.Tensor] = []
         for batch in plan_batches(
             [len(ids) for ids in share.documents],
             max_tokens=self._budget,
-            pool_tokens=facts.pool_tokens,
-            max_requests=facts.max_requests,
-            page_size=facts.page_size,
+            # Sessions that are open may hold some.
+            pool_tokens=engine.free_tokens + engine.evictable_tokens,
+            max_requests=engine.free_requests,
+            page_size=engine.facts.page_size,
         ):
-            requests = [self._engine.begin(share.documents[i], reuse=False, name=share.name(i)) for i in batch]
-            computed = self._engine.forward(requests)
+            requests = [engine.begin(share.documents[i], reuse=False, name=share.name(i)) for i in batch]
+            computed = engine.forward(requests)
             for index, states in zip(batch, computed):
                 if share.is_own(index):
                     context.append(share.keep(states.context))
                     last.append(share.keep(states.last))
             for request in requests:
-                self._engine.finish(request)
+                engine.finish(request)
         return Capture(context_hidden=context, last_hidden=last)
 
     @property

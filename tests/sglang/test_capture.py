@@ -72,6 +72,19 @@ def test_training_never_reuses_a_prefix(make_model, documents):
         assert target.engine.evictable_tokens == len(ids)  # nothing added, nothing taken away
 
 
+def test_capture_beside_a_text_that_holds_kv(make_model, documents):
+    """The pool has room for 64 tokens, a request under way holds 20 of them: what is left is divided otherwise."""
+    folder = make_model("llama")
+    with running(folder, max_total_tokens=64, max_running_requests=3) as target:
+        expected = target.capture(documents)
+        request = target.engine.begin(np.arange(20), reuse=False)
+        target.engine.forward([request])
+        for states, truth in zip(target.capture(documents).last_hidden, expected.last_hidden):
+            torch.testing.assert_close(states, truth, rtol=0, atol=1e-5)
+        target.engine.finish(request)
+        require_full(target)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_fifty_cycles_leave_the_pools_full(make_model, documents, page_size):
     """Capture with and without reset between, through a pool that holds two documents at most."""
