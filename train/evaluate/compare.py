@@ -193,7 +193,8 @@ def verdict(comparison: Comparison) -> str:
     assert found.value is not None
     if found.low is None or found.high is None:
         return (
-            f"{overall.prompts} prompt(s) are too few to tell a difference from noise: evaluate {MIN_PROMPTS} or more."
+            f"{comparison.other} against {comparison.baseline}: {overall.prompts} prompt(s) are too few to tell a "
+            f"difference from noise; evaluate {MIN_PROMPTS} or more."
         )
     size = f"{abs(found.value):.3f} tokens per round ({found.value / overall.baseline:+.1%})"
     span = f"95 % interval {found.low:+.3f} to {found.high:+.3f}, {overall.prompts} prompts"

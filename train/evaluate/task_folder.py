@@ -118,6 +118,7 @@ def load_tasks(
         found = load_task(task, tokenizer, limit=limit, template=template, enable_thinking=enable_thinking)
         whole.prompts += found.prompts
         whole.refused += [(line, f"{task.name}: {reason}") for line, reason in found.refused]
+        whole.beyond_cap += found.beyond_cap
         whole.render, whole.tokenizer = found.render, found.tokenizer
     return whole
 

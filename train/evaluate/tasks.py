@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from train.data import QUICKSTART_PROMPTS
 from train.data.files import Place, read_lines
 from train.data.formats import Conversation, Message, RowRefused, parse_row
+from train.evaluate.converters import SOURCES
 
 #: Ends a conversation that has no answer yet, so that the training reader takes it; cut off again at once.
 _PLACEHOLDER = {"role": "assistant", "content": ""}
@@ -59,12 +60,14 @@ class PromptSet:
     Attributes:
         prompts: in the file's order, or the task's.
         refused: (line number, reason) of every row that is no prompt.
+        beyond_cap: rows of known tasks that are never asked, since as many as DeepSpec asks are others.
         render: how they were rendered: (messages, tools) -> text.
         tokenizer: the target's.
     """
 
     prompts: list[Prompt] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
+    beyond_cap: int = 0
     render: Render | None = None
     tokenizer: Any = None
 
@@ -82,6 +85,10 @@ class PromptSet:
         counts = Counter(reason for _, reason in self.refused)
         first = {reason: line for line, reason in reversed(self.refused)}
         lines = [f"{count} row(s) refused: {reason} (first: line {first[reason]})" for reason, count in counts.items()]
+        if self.beyond_cap:
+            lines.append(
+                f"{self.beyond_cap} row(s) beyond what DeepSpec asks of the task(s): a fixed random choice is asked"
+            )
         if self.unused_turns and not all_turns:
             lines.append(f"{self.unused_turns} later user turn(s) not asked: a row of turns asks its first")
         return "\n".join(lines)
@@ -134,7 +141,8 @@ def load_prompts(
         enable_thinking: handed to templates that know the switch; False as in DeepSpec's evaluator.
         task: the name that prompts without one of their own carry; default: the file's name without suffix.
         cap: a file of more rows is shuffled (always the same way) and cut to so many. Whatever the limit, the
-            prompts are a prefix of that order, so a small evaluation is part of the full one.
+            prompts are a prefix of that order, so a small evaluation is part of the full one. None: a known
+            task's (`converters.SOURCES`) where the file has its name, else all rows in the file's order.
 
     Raises:
         ValueError: the file cannot be read or holds no prompt, or there is no chat template.
@@ -144,10 +152,17 @@ def load_prompts(
         raise ValueError(f"prompts file {path} does not exist")
     render = _renderer(tokenizer, template, enable_thinking)
     found = PromptSet(render=render, tokenizer=tokenizer)
-    if task is None:
-        task = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    task = task or name
+    if cap is None and name in SOURCES:
+        cap = SOURCES[name].cap
+    rows: Iterable[tuple[Place, bytes]] = read_lines(path.parent, [path.name])
+    if cap is not None:
+        listed = list(rows)
+        found.beyond_cap = max(0, len(listed) - cap)
+        rows = ordered_rows(listed, cap)
     taken: set[str] = set()
-    for index, (place, line) in enumerate(ordered_rows(read_lines(path.parent, [path.name]), cap)):
+    for index, (place, line) in enumerate(rows):
         if limit is not None and len(found.prompts) >= limit:
             break
         try:
@@ -173,18 +188,16 @@ def load_prompts(
     return found
 
 
-def ordered_rows(rows: Iterable[tuple[Place, bytes]], cap: int | None) -> Iterable[tuple[Place, bytes]]:
+def ordered_rows(rows: Sequence[tuple[Place, bytes]], cap: int) -> Sequence[tuple[Place, bytes]]:
     """The rows in the order they are asked: the file's, or shuffled and cut where there are more than `cap`.
 
     DeepSpec shuffles a file that is longer than what it asks of it (dspark_spec 5.2); a list of equal length is
     always permuted equally, so the same file gives the same prompts.
     """
-    if cap is None:
-        return rows
-    listed = list(rows)
-    if len(listed) > cap:
-        random.Random(ORDER_SEED).shuffle(listed)
-    return listed[:cap]
+    ordered = list(rows)
+    if len(ordered) > cap:
+        random.Random(ORDER_SEED).shuffle(ordered)
+    return ordered[:cap]
 
 
 def _tokenize(tokenizer: Any, text: str) -> np.ndarray:

@@ -78,7 +78,7 @@ def acceptance_section(evaluations: Sequence[NamedResult]) -> list[str]:
     made = [figures(item) for item in evaluations]
     out = ["<h2>Acceptance</h2>"]
     out += [f'<p class="conclusion">{html.escape(headline(item, f))}</p>' for item, f in zip(evaluations, made)]
-    out += _against_the_first(evaluations)
+    out += _against_earlier(evaluations)
     out.append(_overview(evaluations, made))
     charts = [_by_task(made)] if any(len(f.tasks) > 1 for f in made) else []
     charts += [
@@ -111,16 +111,20 @@ def headline(item: NamedResult, found: Figures) -> str:
     )
 
 
-def _against_the_first(evaluations: Sequence[NamedResult]) -> list[str]:
-    """Verdicts of the later evaluations against the first, on the prompts both have; or why there is none."""
+def _against_earlier(evaluations: Sequence[NamedResult]) -> list[str]:
+    """Each later evaluation against the first before it of the same protocol, on the prompts both have."""
     out = []
-    for other in evaluations[1:]:
-        try:
-            found = compare(evaluations[0], other, shared_only=True)
-            text = " ".join([found.verdict, *(f"Note: {note}." for note in found.notes)])
-        except ResultError as error:
-            text = f"Not compared by prompt: {error}."
-        out.append(f'<p class="conclusion">{html.escape(text)}</p>')
+    for index, other in enumerate(evaluations):
+        texts = []
+        for earlier in evaluations[:index]:
+            try:
+                found = compare(earlier, other, shared_only=True)
+            except ResultError as error:
+                texts.append(f"Not compared by prompt: {error}.")
+                continue
+            texts = [" ".join([found.verdict, *(f"Note: {note}." for note in found.notes)])]
+            break
+        out += [f'<p class="conclusion">{html.escape(text)}</p>' for text in texts[:1]]
     return out
 
 
@@ -151,7 +155,8 @@ def _by_task(made: Sequence[Figures]) -> str:
         )
         for f in made
     ]
-    chart = bar_chart("Accept length by task", "tokens per round", names, groups)
+    labels = [name or "(not named)" for name in names]
+    chart = bar_chart("Accept length by task", "tokens per round", labels, groups)
     return with_conclusions(chart, [conclude_tasks(f) for f in made])
 
 

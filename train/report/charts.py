@@ -70,9 +70,9 @@ def line_chart(
             axes.plot([0, 1], [0, 1], color=_INK, linewidth=0.8, linestyle=":", label="ideal")
         for index, line in enumerate(lines):
             colour = _SERIES[index % len(_SERIES)]
-            window = len(line.y) // 30 if smooth else 0
+            window = len(line.y) // 60 if smooth else 0
             y = list(line.y)
-            if window > 1:
+            if window:
                 axes.plot(line.x, y, color=colour, linewidth=0.6, alpha=0.35)
                 y = _running_mean(y, window)
             axes.plot(
@@ -151,8 +151,12 @@ def _legend(axes: Axes) -> None:
 
 
 def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and of those before it, `window` at most."""
-    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+    """Mean of each value and its neighbours, `window` before and after at most, as many on both sides."""
+    means = []
+    for index in range(len(values)):
+        reach = min(window, index, len(values) - 1 - index)
+        means.append(sum(values[index - reach : index + reach + 1]) / (2 * reach + 1))
+    return means
 
 
 def _not_negative(values: Sequence[float]) -> list[float]:

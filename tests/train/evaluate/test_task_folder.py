@@ -7,6 +7,7 @@ import pytest
 
 from tests.train.evaluate.test_tasks import make_tokenizer
 from train.evaluate.task_folder import find_tasks, load_task, load_tasks, resolve_tasks
+from train.evaluate.tasks import load_prompts
 
 
 @pytest.fixture
@@ -36,6 +37,15 @@ def test_a_task_longer_than_its_cap_is_asked_in_deepspecs_order(folder):
     assert [prompt.id for prompt in full] == order[:256]
     assert [prompt.index for prompt in full] == list(range(256))
     assert {prompt.task for prompt in full} == {"mbpp"}
+
+
+def test_the_file_itself_is_asked_in_the_same_order(folder):
+    """As in-loop evaluation names it: a path, and a limit."""
+    (task,) = resolve_tasks(["mbpp"], folder)
+    small = load_prompts(folder / "mbpp.jsonl", make_tokenizer(), limit=5)
+    assert [p.id for p in small.prompts] == [p.id for p in load_task(task, make_tokenizer()).prompts[:5]]
+    assert "1 row(s) beyond what DeepSpec asks" in small.summary()
+    assert load_prompts(folder / "zebra.jsonl", make_tokenizer()).summary() == ""
 
 
 @pytest.mark.parametrize("name", ["mbpp", "gsm8k", "zebra"])
