@@ -92,7 +92,7 @@ def collectives(name, normalization):
     program = lower_programs(options, mesh, rows=8, length=16, frozen=FrozenHead(head, head),
                              hidden_dtype=jnp.float32)[0][name].compile()
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast"
-    return re.findall(rf"= ([^=]*?) (?:{kinds})(?:-start)?\\(", program.as_text())
+    return re.findall(rf"(?m)^ *(?:ROOT )?%\\S+ = (.*?) (?:{kinds})(?:-start)?\\(", program.as_text())
 
 assert len(jax.devices()) == 8
 assert collectives("accumulate", "window") == [], "a micro-step must not communicate"
