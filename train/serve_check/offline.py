@@ -200,6 +200,9 @@ def check_same(
         wrong.append(
             f"confidence_threshold {settings['confidence_threshold']}: the server proposes whole blocks, give 0"
         )
+    for key, ours in (("draft_sampling", "float32"), ("count_overshoot", False)):
+        if settings.get(key, ours) != ours:
+            wrong.append(f"{key} {settings[key]}: another project's protocol, which no server follows")
     if settings["target_dtype"] != DTYPE or settings["draft_dtype"] != DTYPE:
         wrong.append(
             f"target in {settings['target_dtype']}, draft in {settings['draft_dtype']}: SGLang serves DSpark drafts in "

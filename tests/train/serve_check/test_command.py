@@ -275,6 +275,9 @@ def test_offline_files_that_do_not_fit(check, offline, tmp_path):
         check(files=[offline[0], offline[0]])
     with pytest.raises(OfflineMismatch, match=r"confidence_threshold 0\.3"):
         check("--temperature", "0", files=[edited(offline[0], tmp_path, confidence_threshold=0.3)])
+    for change in ({"count_overshoot": True}, {"draft_sampling": "bfloat16"}):
+        with pytest.raises(OfflineMismatch, match=f"{next(iter(change))} .*: another project's protocol"):
+            check("--temperature", "0", files=[edited(offline[0], tmp_path, **change)])
     with pytest.raises(OfflineMismatch, match=r"target in float32, draft in bfloat16.*evaluate with --dtype bfloat16"):
         check("--temperature", "0", files=[edited(offline[0], tmp_path, target_dtype="float32")])
     with pytest.raises(ValueError, match=r"older draft-jax \(no draft_digest\)"):
