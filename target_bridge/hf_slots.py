@@ -124,6 +124,9 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self._owner.max_length
 
+    #: Its name before Transformers 5.1x.
+    get_max_cache_shape = get_max_length
+
 
 class SlotCache(Cache):
     """The layers of a `SlotLayer` cache, and the layout they share.

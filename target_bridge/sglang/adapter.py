@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from target_bridge.target import TargetError
@@ -106,11 +107,25 @@ class Adapter(Protocol):
         """Allocate KV for the rest of every request, run all in one forward, hand out their states."""
         ...
 
+    def rewind(self, handle: Any, tree: Any, keep: int) -> None:
+        """Free the KV of all but the first `keep` tokens; the request goes on holding those.
+
+        Args:
+            handle: after `forward`, or after another `rewind`.
+            tree: the one it was begun with.
+            keep: at least 1.
+        """
+        ...
+
+    def grow(self, handle: Any, ids: np.ndarray) -> None:
+        """After `rewind`: the text is now `ids`, of which the tokens that were kept are the prefix."""
+        ...
+
     def release(self, handle: Any, tree: Any, keep: int) -> None:
         """Give the request back: its first `keep` tokens stay in the tree, the KV of all others is freed.
 
         Args:
-            handle: after `forward`.
+            handle: after `forward` or `rewind`.
             tree: the one it was begun with.
             keep: 0 = nothing of it, else at least the matched prefix.
         """
@@ -166,6 +181,8 @@ def server_arguments(start: Start) -> dict[str, Any]:
         "chunked_prefill_size": -1,
         "skip_tokenizer_init": True,
         "disable_overlap_schedule": True,
+        # Made for the small messages of decoding; it maps other processes' memory and spins, beside JAX's collectives.
+        "disable_custom_all_reduce": True,
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "log_level": "warning",

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,11 @@ class Request:
     Attributes:
         name: for messages.
         ids: int64 [T], the whole text.
-        prefix: first tokens whose KV was found in the tree; they are not computed again.
+        prefix: first tokens whose KV was found in the tree, or is held since an earlier forward; they are not computed
+            again.
         handle: the adapter's.
         epoch: of the engine when it was begun; a reset makes it void.
+        held: whether it holds the prefix since an earlier forward (`rewind`).
     """
 
     name: str
@@ -71,6 +73,7 @@ class Request:
     prefix: int
     handle: Any
     epoch: int
+    held: bool = False
 
     @property
     def suffix(self) -> int:
@@ -134,6 +137,7 @@ class Engine:
         self.epoch = 0
         self.forwards = 0
         self._numbers = itertools.count()
+        self._holders: list[Callable[[], None]] = []
         self.facts = EngineFacts(
             version=version,
             hook=hook,
@@ -202,10 +206,7 @@ class Engine:
         number = next(self._numbers)
         name = name or f"request {number}"
         array = check_ids(ids, self.facts.vocab_size, name)
-        if array.size > self.facts.context_length:
-            raise TargetError(
-                f"{name} has {array.size} tokens, but the target takes at most {self.facts.context_length}"
-            )
+        self._check_length(name, array.size)
         # A key of its own is a tree of its own: nothing to match, whatever other requests left behind.
         key = f"text-{reuse}" if isinstance(reuse, str) else None if reuse else f"once-{number}"
         handle = adapter.begin(f"draft-jax-{number}", array.tolist(), self._tree, key)
@@ -234,11 +235,65 @@ class Engine:
         self.forwards += 1
         return computed
 
+    def rewind(self, request: Request, keep: int) -> Request:
+        """Free the KV of all but the first `keep` tokens after a forward; the request goes on holding those.
+
+        Args:
+            request: has been run, or holds its prefix.
+            keep: at least 1, and not less than the prefix.
+
+        Returns:
+            The request, of the kept tokens alone: to `grow` or to `finish`.
+        """
+        adapter = self._open()
+        self._require_current(request)
+        if not max(1, request.prefix) <= keep <= len(request.ids):
+            raise TargetError(
+                f"{request.name}: cannot go back to {keep} tokens; its prefix has {request.prefix} and it has"
+                f" {len(request.ids)}"
+            )
+        adapter.rewind(request.handle, self._tree, keep)
+        return Request(request.name, request.ids[:keep], keep, request.handle, self.epoch, held=True)
+
+    def grow(self, request: Request, ids: Sequence[int] | np.ndarray) -> Request:
+        """More text for a request that was rewound: only `ids` will be computed.
+
+        Raises:
+            TargetError: an id outside the vocabulary, no ids, or more than `context_length` altogether.
+        """
+        adapter = self._open()
+        self._require_current(request)
+        more = check_ids(ids, self.facts.vocab_size, request.name)
+        if not request.held or request.suffix:
+            raise TargetError(f"{request.name} cannot grow: only a request that was rewound can")
+        text = np.concatenate([request.ids, more])
+        self._check_length(request.name, len(text))
+        adapter.grow(request.handle, text)
+        return Request(request.name, text, request.prefix, request.handle, self.epoch, held=True)
+
+    def add_holder(self, give_back: Callable[[], None]) -> None:
+        """Name someone who holds KV between forwards and can do without it: asked to when room is short."""
+        self._holders.append(give_back)
+
+    def remove_holder(self, give_back: Callable[[], None]) -> None:
+        """Undo `add_holder`."""
+        self._holders.remove(give_back)
+
+    def relieve(self) -> None:
+        """Ask all holders to give back what they can do without."""
+        for give_back in self._holders:
+            give_back()
+
+    def new_slots(self, request: Request) -> int:
+        """KV slots its forward will take: the pages its suffix does not share with its prefix."""
+        page = self.facts.page_size
+        return round_up(len(request.ids), page) - round_up(request.prefix, page)
+
     def finish(self, request: Request, keep: int = 0) -> None:
         """Give a request's KV back after its forward.
 
         Args:
-            request: has been run and not finished.
+            request: has been run or rewound, and not finished.
             keep: its first so many tokens stay in the tree, for later requests with `reuse`; all other KV is freed.
 
         Raises:
@@ -284,6 +339,10 @@ class Engine:
             raise TargetError("this SGLang engine is closed")
         return self._adapter
 
+    def _check_length(self, name: str, length: int) -> None:
+        if length > self.facts.context_length:
+            raise TargetError(f"{name} has {length} tokens, but the target takes at most {self.facts.context_length}")
+
     def _require_current(self, request: Request) -> None:
         if request.epoch != self.epoch:
             raise TargetError(f"{request.name} is void: the engine was reset after it was begun; begin it again")
@@ -293,19 +352,20 @@ class Engine:
             raise TargetError("the engine was asked to run no requests: the list is empty")
         for request in requests:
             self._require_current(request)
-        if len(requests) > self.free_requests:
+        rows = sum(not request.held for request in requests)
+        needed = sum(self.new_slots(request) for request in requests)
+        if rows > self.free_requests or needed > self.free_tokens + self.evictable_tokens:
+            self.relieve()
+        if rows > self.free_requests:
             raise TargetError(
                 f"{len(requests)} requests in one forward, but the engine has room for {self.free_requests} of its"
                 f" {self.facts.max_requests}; finish some first or raise target.sglang.max_running_requests"
             )
-        page = self.facts.page_size
-        # The prefix is whole pages, so the suffix begins a page of its own.
-        needed = sum(round_up(request.suffix, page) for request in requests)
         if needed > self.free_tokens + self.evictable_tokens:
             raise TargetError(
-                f"{len(requests)} requests need {needed} KV slots (pages of {page}), but {self.free_tokens} of"
-                f" {self.facts.pool_tokens} are free and {self.evictable_tokens} can be evicted; finish requests first"
-                " or raise target.sglang.max_total_tokens"
+                f"{len(requests)} requests need {needed} KV slots (pages of {self.facts.page_size}), but"
+                f" {self.free_tokens} of {self.facts.pool_tokens} are free and {self.evictable_tokens} can be evicted;"
+                " finish requests first or raise target.sglang.max_total_tokens"
             )
 
     def _split(self, requests: Sequence[Request], packed: Packed) -> list[Computed]:

@@ -1,18 +1,20 @@
-"""Decoding with the engine: many texts, their committed tokens in the radix tree, provisional tokens outside it.
+"""Decoding with the engine: many texts, each with its committed tokens' KV, provisional tokens that can be taken back.
 
-Every `extend` makes a request of each text: its committed tokens are found in the tree, only the rest is computed. The
-request keeps its KV until `commit`, which leaves the committed tokens in the tree and frees the others. So whatever
-happens to the tree in between (eviction, a capture that resets the pools) costs time, never a wrong state: what is not
-found is computed again.
+A text is one request that goes on: `extend` computes the new tokens after the ones it holds, `commit` frees the KV of
+those that are not kept. A request that holds its KV takes room, so where rows or KV slots run short those of other
+texts are given back: their committed tokens, and only these, go into the radix tree, under a name of the text's own,
+where the engine may evict them. The next `extend` finds what is left of them there and computes the rest again. So
+whatever happens in between (eviction, a capture that resets the pools) costs time, never a wrong state.
 
-With pages of more than one token the tree holds whole pages only, so the tail of a text is computed again at its next
-`extend`. The rows of tokens that were not asked for are left out of the step.
+Not finding everything has one trace: the engine's rows then begin before the tokens that were asked for. Those rows are
+left out of the step.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +36,7 @@ class _Text:
     Attributes:
         ids: committed tokens.
         provisional: tokens of the last extend, until commit; None when there are none.
-        request: holds the KV of both until then; None if it had to be given back early.
+        request: holds the KV of both; None when the text is empty or its KV had to be given back.
         key: of its part of the tree.
     """
 
@@ -98,6 +100,7 @@ class SGLangSession:
         self._max_length = max_length
         self._max_tokens = max_tokens
         self._texts = [_Text() for _ in range(max_sequences)]
+        engine.add_holder(self._relieve)
 
     @property
     def max_sequences(self) -> int:
@@ -142,7 +145,7 @@ class SGLangSession:
                 waiting = waiting[len(group) :]
         except BaseException:
             for slot in checked:
-                self._give_back(engine, self._texts[slot], ran=slot in steps)
+                self._settle(engine, self._texts[slot], ran=slot in steps)
                 self._texts[slot].provisional = None
             raise
         return steps
@@ -166,14 +169,14 @@ class SGLangSession:
         for slot, count in kept.items():
             text = self._texts[slot]
             text.ids, text.provisional = text.all_ids[: len(text.ids) + count], None
-            self._give_back(engine, text, ran=True)
+            self._settle(engine, text, ran=True)
 
     def free(self, slot: int) -> None:
-        """Forget the slot's text. What the tree holds of it can never be matched again and is evicted when needed."""
+        """Forget the slot's text. What the tree may hold of it is never matched again, and evicted when needed."""
         engine = self._open_engine()
         text = self._text(slot)
         text.ids = text.ids[:0]
-        self._give_back(engine, text, ran=True)
+        self._give_back(engine, text)
         self._texts[slot] = _Text()
 
     def close(self) -> None:
@@ -182,48 +185,84 @@ class SGLangSession:
             return
         for slot in range(len(self._texts)):
             self.free(slot)
+        self._engine.remove_holder(self._relieve)
         self._engine = None
 
     def _begin_group(self, engine: Engine, waiting: Sequence[int]) -> list[int]:
-        """Begin the requests of as many of the waiting slots as one forward and the pools take; at least one."""
+        """Requests of as many of the waiting slots as one forward and the pools take; at least one."""
         group: list[int] = []
-        tokens = slots = 0
+        tokens = slots = rows = 0
         for slot in waiting:
-            if group and len(group) >= engine.free_requests:
-                break
             text = self._texts[slot]
-            if not group and engine.free_requests == 0:
-                self._give_back_others(engine, slot)
-            text.request = engine.begin(text.all_ids, reuse=text.key, name=f"session slot {slot}")
-            suffix = text.request.suffix
-            pages = round_up(suffix, engine.facts.page_size)
-            if group and (
-                tokens + suffix > self._max_tokens or slots + pages > engine.free_tokens + engine.evictable_tokens
-            ):
-                self._give_back(engine, text, ran=False)
+            new = text.request is None or text.request.epoch != engine.epoch
+            if new and rows >= engine.free_requests:
+                if group:
+                    break
+                self._make_room(engine, slot, waiting, lambda: engine.free_requests > 0)
+            text.request = self._request(engine, text, slot)
+            suffix, needed = text.request.suffix, engine.new_slots(text.request)
+            if slots + needed > engine.free_tokens + engine.evictable_tokens:
+                engine.relieve()
+            room = engine.free_tokens + engine.evictable_tokens
+            if group and (tokens + suffix > self._max_tokens or slots + needed > room):
+                self._settle(engine, text, ran=False)
                 break
-            if not group and pages > engine.free_tokens + engine.evictable_tokens:
-                self._give_back_others(engine, slot)
+            if needed > room:
+                self._make_room(engine, slot, waiting, functools.partial(_has_room, engine, needed))
             group.append(slot)
             tokens += suffix
-            slots += pages
+            slots += needed
+            rows += new
         return group
 
-    def _give_back_others(self, engine: Engine, slot: int) -> None:
-        """Make room: the other slots' provisional KV goes. What they commit of it is computed again later."""
-        for other, text in enumerate(self._texts):
-            if other != slot:
-                self._give_back(engine, text, ran=True)
+    def _request(self, engine: Engine, text: _Text, slot: int) -> Request:
+        """The text with its provisional tokens: the request it has, grown, or a new one."""
+        assert text.provisional is not None
+        if text.request is not None and text.request.epoch == engine.epoch:
+            return engine.grow(text.request, text.provisional)
+        return engine.begin(text.all_ids, reuse=text.key, name=f"session slot {slot}")
 
-    def _give_back(self, engine: Engine, text: _Text, *, ran: bool) -> None:
+    def _relieve(self) -> None:
+        """Give back what no extend is under way with."""
+        for text in self._texts:
+            if self._engine is not None and text.provisional is None:
+                self._give_back(self._engine, text)
+
+    def _make_room(self, engine: Engine, slot: int, waiting: Sequence[int], enough: Callable[[], bool]) -> None:
+        """Give back other slots' KV until there is enough: of those that wait first, then of those that have run.
+
+        What the latter commit of their provisional tokens is then computed again.
+        """
+        engine.relieve()
+        others = sorted((other for other in range(len(self._texts)) if other != slot), key=lambda o: o not in waiting)
+        for other in others:
+            if enough():
+                break
+            self._give_back(engine, self._texts[other])
+
+    def _give_back(self, engine: Engine, text: _Text) -> None:
         """Finish the text's request, if it has one that still counts: committed tokens stay in the tree."""
+        request, text.request = text.request, None
+        if request is not None and request.epoch == engine.epoch:
+            engine.finish(request, keep=len(text.ids))
+
+    def _settle(self, engine: Engine, text: _Text, *, ran: bool) -> None:
+        """Let the text's request hold what is committed and nothing else.
+
+        Args:
+            engine: the engine.
+            text: with the committed tokens as they shall be.
+            ran: whether a forward has run its newest tokens.
+        """
         request, text.request = text.request, None
         if request is None or request.epoch != engine.epoch:
             return
-        if ran:
-            engine.finish(request, keep=len(text.ids))
-        else:
+        if not ran and not request.held:
             engine.abandon(request)
+        elif len(text.ids) == 0:
+            engine.finish(request)
+        else:
+            text.request = engine.rewind(request, keep=len(text.ids))
 
     def _step(self, computed: Computed, count: int, last_logits: int | None) -> SessionStep:
         rows = count if last_logits is None else min(last_logits, count)
@@ -257,3 +296,7 @@ class SGLangSession:
         if self._engine is None:
             raise TargetError("this session is closed; open another with target.open_session(...)")
         return self._engine
+
+
+def _has_room(engine: Engine, slots: int) -> bool:
+    return slots <= engine.free_tokens + engine.evictable_tokens

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from target_bridge.sglang.adapter import Packed, Start, find_hook, plain_tree, round_up, server_arguments
@@ -129,18 +130,31 @@ class Adapter0516:
             counts=[int(handle.extend_range.length) for handle in handles],
         )
 
+    def rewind(self, handle: Any, tree: Any, keep: int) -> None:
+        """Free whole pages past the border; the page that holds it goes on belonging to the request."""
+        free_from, allocated = round_up(keep, self.runner.page_size), handle.kv.kv_allocated_len
+        if free_from < allocated:
+            self.runner.token_to_kv_pool_allocator.free(self._row(handle)[free_from:allocated])
+        handle.kv_committed_len = handle.kv.kv_allocated_len = keep
+
+    def grow(self, handle: Any, ids: np.ndarray) -> None:
+        """As the next chunk of a chunked prefill: the prefix is read off the request's own row."""
+        handle.origin_input_ids = handle.full_untruncated_fill_ids = array("q", ids.tobytes())
+        handle.already_computed = handle.kv_committed_len
+        handle.prefix_indices = self._row(handle)[: handle.kv_committed_len].to(torch.int64)
+        handle.set_extend_range(handle.kv_committed_len, len(ids))
+
     def release(self, handle: Any, tree: Any, keep: int) -> None:
-        """Keep `keep` tokens in the tree, free the rest."""
+        """Keep `keep` tokens in the tree, free the rest; the page that holds the border is freed once, by the cache."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         if keep:
-            # Whole pages past the border are freed here; the page that holds it is freed once, by the cache.
-            free_from, allocated = round_up(keep, self.runner.page_size), handle.kv.kv_allocated_len
-            if free_from < allocated:
-                row = self.runner.req_to_token_pool.req_to_token[handle.req_pool_idx]
-                self.runner.token_to_kv_pool_allocator.free(row[free_from:allocated])
-            handle.kv_committed_len = handle.kv.kv_allocated_len = keep
+            self.rewind(handle, tree, keep)
         release_kv_cache(handle, tree, is_insert=keep > 0)
+
+    def _row(self, handle: Any) -> torch.Tensor:
+        """KV slots of the request's tokens."""
+        return self.runner.req_to_token_pool.req_to_token[handle.req_pool_idx]
 
     def unlock(self, handle: Any, tree: Any) -> None:
         """Release the lock on the prefix."""

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from target_bridge.sglang.adapter import Packed, Start, find_hook, plain_tree, round_up, server_arguments
@@ -129,16 +130,25 @@ class Adapter0523:
             counts=[int(handle.extend_len) for handle in handles],
         )
 
+    def rewind(self, handle: Any, tree: Any, keep: int) -> None:
+        """Free whole pages past the border; the page that holds it goes on belonging to the request."""
+        free_from = round_up(keep, self.runner.page_size)
+        if free_from < handle.kv.kv_allocated_len:
+            tree.free_kv_row(handle.kv, [(free_from, handle.kv.kv_allocated_len)])
+        handle.kv.kv_committed_len = handle.kv.kv_allocated_len = keep
+
+    def grow(self, handle: Any, ids: np.ndarray) -> None:
+        """As the next chunk of a chunked prefill: the prefix is read off the request's own row."""
+        handle.origin_input_ids = handle.full_untruncated_fill_ids = array("q", ids.tobytes())
+        handle.prefix_len = handle.already_computed = handle.kv.kv_committed_len
+        handle.extend_end = len(ids)
+
     def release(self, handle: Any, tree: Any, keep: int) -> None:
-        """Keep `keep` tokens in the tree, free the rest."""
+        """Keep `keep` tokens in the tree, free the rest; the page that holds the border is freed once, by the cache."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         if keep:
-            # Whole pages past the border are freed here; the page that holds it is freed once, by the cache.
-            free_from = round_up(keep, self.runner.page_size)
-            if free_from < handle.kv.kv_allocated_len:
-                tree.free_kv_row(handle.kv, [(free_from, handle.kv.kv_allocated_len)])
-            handle.kv.kv_committed_len = handle.kv.kv_allocated_len = keep
+            self.rewind(handle, tree, keep)
         release_kv_cache(handle, tree, checkpoint=keep > 0)
 
     def unlock(self, handle: Any, tree: Any) -> None:

@@ -59,17 +59,17 @@ def documents() -> list[np.ndarray]:
 
 
 @pytest.fixture
-def prefixes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(tokens found in the tree, tokens of the text) of every request begun from here on."""
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(tokens not computed, tokens of the text) of every request that is run from here on."""
     from target_bridge.sglang.engine import Engine
 
     seen: list[tuple[int, int]] = []
-    begin = Engine.begin
+    forward = Engine.forward
 
-    def watched(self, ids, **kwargs):
-        request = begin(self, ids, **kwargs)
-        seen.append((request.prefix, len(ids)))
-        return request
+    def watched(self, requests):
+        made = forward(self, requests)
+        seen.extend((len(request.ids) - len(part.last), len(request.ids)) for request, part in zip(requests, made))
+        return made
 
-    monkeypatch.setattr(Engine, "begin", watched)
+    monkeypatch.setattr(Engine, "forward", watched)
     return seen

@@ -37,7 +37,7 @@ def test_any_commits_equal_the_stateless_path(target, truth, seed):
     forwards = target.engine.forwards
     random_rounds(Texts(session, truth), seed, 12, 60)
     assert target.engine.forwards - forwards <= 12  # all slots of a round in one forward
-    require_settled(target)
+    require_settled(target, session)
     session.close()
     require_settled(target)
 
@@ -58,37 +58,46 @@ def test_states_equal_those_of_capture(target):
     torch.testing.assert_close(torch.cat(states), captured.context_hidden[0], atol=1e-5, rtol=1e-4)
 
 
-def test_the_prefix_is_kept_and_only_committed_tokens_are(target, prefixes):
+def test_the_prefix_is_kept_and_only_committed_tokens_are(target, computed):
+    """Each round computes its own tokens and no others; what is not kept is free again, whole pages at a time."""
     page = target.engine.facts.page_size
     rng = np.random.default_rng(1)
     session = target.open_session(90)
-    before = target.engine.evictable_tokens
+    before = target.engine.free_tokens + target.engine.evictable_tokens
     committed = 0
     for count, kept in ((37, 37), (6, 3), (6, 6), (6, 0), (20, 9), (1, 1)):
         session.extend({0: rng.integers(0, 70, size=count)})
-        assert prefixes[-1] == (committed // page * page, committed + count)  # whole pages of what was committed
+        assert computed[-1] == (committed, committed + count)
         session.commit({0: kept})
         committed += kept
-        # The tree has grown by committed tokens alone, and everything else is free again.
-        assert target.engine.evictable_tokens - before == committed // page * page
-        require_settled(target)
+        held = -(-committed // page) * page
+        assert target.engine.free_tokens + target.engine.evictable_tokens == before - held
+        require_settled(target, session)
     session.close()
+    require_settled(target)
 
 
-def test_rejected_tokens_are_nowhere(target, prefixes):
-    """After a rejection the same drafted ids are computed again, not found."""
+def test_what_is_given_back_goes_into_the_tree_without_the_rejected(target, computed):
+    """Given back between rounds, a text finds its committed tokens, in whole pages, and computes the rest again."""
     page = target.engine.facts.page_size
     session = target.open_session(90)
-    text = np.arange(48) % 70
-    session.extend({0: text})
-    session.commit({0: 16})
-    session.extend({0: text[16:]})
-    assert prefixes[-1] == (16, 48)
-    session.commit({0: 32})
-    session.extend({0: text[:1]})
-    assert prefixes[-1] == (48, 49)
-    assert 48 % page == 0
+    text = np.arange(60) % 70
+    place = 0
+    for count, kept in ((37, 37), (6, 3), (6, 6), (11, 2)):
+        session.extend({0: text[place : place + count]})
+        assert computed[-1] == (place // page * page, place + count)
+        session.commit({0: kept})
+        place += kept
+        before = target.engine.evictable_tokens
+        session._give_back(target.engine, session._texts[0])
+        require_settled(target)
+        assert target.engine.evictable_tokens <= before + place // page * page
+    assert place == 48
+    # The eleven ids were computed and nine of them rejected: they are not in the tree.
+    session.extend({0: text[48:59]})
+    assert computed[-1] == (48, 59)
     session.close()
+    require_settled(target)
 
 
 def test_equal_texts_in_two_slots(target, truth):
@@ -98,8 +107,9 @@ def test_equal_texts_in_two_slots(target, truth):
     texts.round({0: same, 1: same}, {0: 20, 1: 20})
     texts.round({2: same}, {2: 18})
     texts.round({0: same, 1: same, 2: same}, {0: 5, 1: 17, 2: 20})
-    require_settled(target)
+    require_settled(target, texts.session)
     texts.session.close()
+    require_settled(target)
 
 
 def test_end_of_text_inside_a_block(target, truth):
@@ -109,15 +119,16 @@ def test_end_of_text_inside_a_block(target, truth):
     texts.round({0: prompt, 1: prompt[:3]}, {0: 17, 1: 3})
     texts.round({0: block, 1: block}, {0: 3, 1: 5})
     texts.free(0)
-    require_settled(target)
+    require_settled(target, texts.session)
     texts.round({0: prompt[::-1].copy(), 1: block}, {0: 17, 1: 0})
     texts.round({0: block}, {0: 5})
     # Freed between extend and commit: nothing of it stays.
     texts.session.extend({0: block, 1: block})
     texts.free(0)
     texts.session.commit({1: 0})
-    require_settled(target)
+    require_settled(target, texts.session)
     texts.session.close()
+    require_settled(target)
 
 
 @pytest.mark.parametrize("moment", ["between rounds", "before commit"])
@@ -134,8 +145,9 @@ def test_a_reset_of_the_engine_costs_time_only(target, truth, moment):
         texts.texts[0] += [0, 1]
         texts.texts[1] += [0, 1, 2, 3]
     texts.round({0: np.arange(3), 1: np.arange(6)}, {0: 3, 1: 1})
-    require_settled(target)
+    require_settled(target, texts.session)
     texts.session.close()
+    require_settled(target)
 
 
 def test_captures_and_other_sessions_in_between(target, truth, documents):
@@ -189,7 +201,7 @@ def test_refusals_leave_the_session_as_it_was(target, truth):
         session.extend({0: [1]}, last_logits=-1)
     with pytest.raises(TargetError, match=r"commit\(\{0: 1\}\): the last extend left 0 ids"):
         session.commit({0: 1})
-    require_settled(target)
+    require_settled(target, session)
     texts.round({0: np.arange(2), 1: np.arange(3)}, {0: 2, 1: 3})
     session.extend({0: [1, 2], 1: [3]})
     with pytest.raises(TargetError, match="slot 1: 1 ids of the last extend are neither kept nor dropped"):
@@ -221,8 +233,9 @@ def test_an_error_in_the_engine_leaves_the_session_as_it_was(target, truth, monk
             texts.session.extend({0: [1, 2], 1: [3]})
     assert [texts.session.length(slot) for slot in (0, 1)] == [30, 5]
     texts.round({0: np.arange(3), 1: np.arange(6)}, {0: 3, 1: 1})
-    require_settled(target)
+    require_settled(target, texts.session)
     texts.session.close()
+    require_settled(target)
 
 
 def test_equal_to_the_transformers_session(target, folder):

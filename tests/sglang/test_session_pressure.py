@@ -23,22 +23,22 @@ def truth(folder) -> Truth:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_eviction_under_pool_pressure(folder, truth, prefixes, page_size):
-    """Five texts of up to 70 tokens over 128 KV slots: prefixes are evicted in between and computed again."""
+def test_eviction_under_pool_pressure(folder, truth, computed, page_size):
+    """Five texts of up to 70 tokens over 128 KV slots: computed are evicted in between and computed again."""
     with running(folder, page_size=page_size, max_total_tokens=128, max_running_requests=8) as target:
         session = target.open_session(70, 5)
         texts = Texts(session, truth)
         rng = np.random.default_rng(2)
         texts.round({slot: rng.integers(0, 70, size=15) for slot in range(5)}, dict.fromkeys(range(5), 15))
-        del prefixes[:]
+        del computed[:]
         lost = 0
         for _ in range(6):
             committed = [session.length(slot) for slot in range(5)]
             texts.round({slot: rng.integers(0, 70, size=10) for slot in range(5)}, dict.fromkeys(range(5), 9))
-            lost += sum(prefix < (total - 10) // page_size * page_size for prefix, total in prefixes)
+            lost += sum(prefix < total - 10 for prefix, total in computed)
             assert [session.length(slot) for slot in range(5)] == [count + 9 for count in committed]
-            del prefixes[:]
-            require_settled(target)
+            del computed[:]
+            require_settled(target, session)
         assert sum(session.length(slot) for slot in range(5)) > 2 * 128
         assert lost > 10  # the pool was too small indeed
         session.close()
@@ -49,8 +49,9 @@ def test_more_texts_than_the_engine_has_requests(folder, truth):
     with running(folder, max_total_tokens=512, max_running_requests=2) as target:
         texts = Texts(target.open_session(60, 5), truth)
         random_rounds(texts, 4, 10, 60)
-        require_settled(target)
+        require_settled(target, texts.session)
         texts.session.close()
+        require_settled(target)
 
 
 def test_long_rounds_are_split_by_tokens(folder, truth):
@@ -66,7 +67,10 @@ def test_long_rounds_are_split_by_tokens(folder, truth):
 
 
 def test_too_little_room_left_by_others(folder, truth):
-    """Another session holds the pool between its extend and its commit: refused in words, nothing lost."""
+    """Another session holds the pool between its extend and its commit: refused in words, nothing lost.
+
+    After its commit it can do without, and gives way: to sessions and to captures.
+    """
     with running(folder, max_total_tokens=64, max_running_requests=8) as target:
         holder = target.open_session(60)
         holder.extend({0: np.arange(50)})
@@ -76,6 +80,11 @@ def test_too_little_room_left_by_others(folder, truth):
         texts.round({0: np.arange(10)}, {0: 10})
         holder.commit({0: 50})
         texts.round({0: np.arange(20)}, {0: 20})
+        assert len(target.capture([np.arange(60)])) == 1
+        assert holder.length(0) == 50
+        holder.extend({0: [1, 2, 3]})
+        with pytest.raises(TargetError, match="need 60 KV slots"):
+            target.capture([np.arange(60)])
         holder.close()
         texts.session.close()
         require_settled(target)

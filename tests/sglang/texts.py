@@ -48,6 +48,7 @@ class Texts:
             self.texts[slot] += ids[slot][:count].tolist()
         for slot, text in self.texts.items():
             assert self.session.length(slot) == len(text)
+            assert self.session._texts[slot].ids.tolist() == text
 
     def free(self, slot: int) -> None:
         self.session.free(slot)
@@ -55,12 +56,21 @@ class Texts:
         assert self.session.length(slot) == 0
 
 
-def require_settled(target: SGLangTarget) -> None:
-    """Nothing is held but by the tree, which would give all of it up; no slot is free twice or lost."""
+def require_settled(target: SGLangTarget, *sessions: SGLangSession) -> None:
+    """The given sessions hold their committed tokens, in whole pages, and the tree may keep the rest of the pool.
+
+    Without sessions: nothing is held, and the tree would give up all it has. No slot is free twice, or lost.
+    """
     engine = target.engine
-    assert engine.protected_tokens == 0
-    assert engine.free_tokens + engine.evictable_tokens == engine.facts.pool_tokens
-    assert engine.free_requests == engine.facts.max_requests
+    page, texts = engine.facts.page_size, [text for session in sessions for text in session._texts]
+    held = [text for text in texts if text.request is not None and text.request.epoch == engine.epoch]
+    assert all(len(text.request.ids) == len(text.ids) > 0 for text in held)
+    # A held text may have found its beginning in the tree, which is locked there and counted there.
+    slots = sum(-(-len(text.ids) // page) * page for text in held) - engine.protected_tokens
+    assert engine.free_tokens + engine.evictable_tokens + engine.protected_tokens + slots == engine.facts.pool_tokens
+    assert engine.free_requests == engine.facts.max_requests - len(held)
+    if not held:
+        assert engine.protected_tokens == 0
     allocator = engine._adapter.runner.token_to_kv_pool_allocator
     pages = allocator.get_all_free_pages() if hasattr(allocator, "get_all_free_pages") else allocator.free_pages
     assert len(torch.unique(pages)) == len(pages)
