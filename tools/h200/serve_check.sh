@@ -34,13 +34,14 @@ SERVER=(--server-pythonpath $B/transformers --server-pythonpath $B/rest --attent
         --draft-attention-backend "${DRAFT_BACKEND:-flashinfer}"
         --concurrency "${CONCURRENCY:-16}" --start-timeout 300 --request-timeout 300)
 [ -n "${GRAPHS:-}" ] || SERVER+=(--server-arg disable_cuda_graph=true)
-mkdir -p "$W" "$OUT" /tmp/site
+mkdir -p "$W/aot" "$OUT" /tmp/site
 step() { printf '{"step": "%s", "s": %d%s}\n' "$1" "$SECONDS" "${2:+, $2}"; }
 
 unpack() {
   if [ -d .whl ] && [ ! -e $W/wheels ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl; touch $W/wheels
   fi
+  [ ! -d .carry/flashinfer_aot ] || cp -rn .carry/flashinfer_aot/. $W/aot/  # kernels compiled elsewhere (CUDA 13.0, sm_90a)
   if [ -d .carry/sglang ] && [ ! -e $B/done ]; then
     mkdir -p $B/transformers $B/rest
     for part in transformers sglang deps flashinfer; do
@@ -48,6 +49,7 @@ unpack() {
       tar -xJf .carry/sglang/$part.tar.xz -C $into &
     done
     wait
+    mkdir -p $B/rest/flashinfer/data/aot; cp -rn $W/aot/. $B/rest/flashinfer/data/aot/
     ls $B/rest/{sglang/version.py,flashinfer/__init__.py,msgspec/__init__.py} $B/transformers/transformers/__init__.py > /dev/null; touch $B/done
   fi
   step unpack "\"wheels\": $(ls /tmp/site | wc -l), \"bundle\": $([ -e $B/done ] && echo true || echo false)"
