@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import measure, shapes
 from draft_jax.attention import choose_implementation
 from draft_jax.batch import DraftBatch, FrozenHead
-from draft_jax.cost import Shape, step_flops
+from draft_jax.cost import Shape, step_flops, step_memory
 from draft_jax.objective.config import ObjectiveConfig
 from train.config import OptimizerConfig
 from train.optimizer import make_optimizer, make_schedule
@@ -45,8 +45,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunk-rows", type=int, help="rows of a chunk of the objective; default: chosen by it")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--fast-compile", action="store_true", help="compile quickly, run perhaps slower")
+    parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options to try")
     parser.add_argument("--profile", help="folder for a trace of two micro-steps of each length")
     return parser.parse_args()
+
+
+def _value(text: str) -> bool | str:
+    """A compiler option's value: XLA wants flags as flags."""
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def random_batch(like: DraftBatch, vocab: int) -> DraftBatch:
@@ -102,8 +108,9 @@ def main() -> None:
     if given.fast_compile:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE}"  # read when the backend starts
     mesh = make_mesh(jax.devices()[: given.devices])
-    kind = jax.devices()[0].device_kind
-    attention = choose_implementation(given.attention, jax.default_backend(), kind, dtype, draft.head_dim)
+    device = jax.devices()[0]
+    attention = choose_implementation(given.attention, device.platform, device.device_kind, dtype, draft.head_dim)
+    compiler_options = {name: _value(text) for name, text in (option.split("=", 1) for option in given.xla)}
     optimizer_config = OptimizerConfig()
     optimizer = make_optimizer(optimizer_config)
     head = 0.02 * jax.random.normal(jax.random.key(0), (draft.vocab_size, draft.hidden_size), dtype)
@@ -113,7 +120,8 @@ def main() -> None:
     for length in given.length:
         for anchors in given.anchors:
             objective = ObjectiveConfig(num_anchors=anchors, chunk_rows=given.chunk_rows)
-            options = StepOptions(draft, objective, optimizer, make_schedule(optimizer_config, 1000), dtype, attention)
+            schedule = make_schedule(optimizer_config, 1000)
+            options = StepOptions(draft, objective, optimizer, schedule, dtype, attention, compiler_options)
             programs = compile_programs(
                 options, mesh, rows=given.rows, length=length, frozen=frozen, hidden_dtype=dtype
             )
@@ -127,8 +135,10 @@ def main() -> None:
             result = {
                 "shape": given.shape,
                 "length": length,
+                "vocab": draft.vocab_size,
                 "anchors": anchors,
                 "rows": given.rows,
+                "xla": given.xla,
                 "attention": attention,
                 "dtype": given.dtype,
                 "accumulate_ms": 1e3 * seconds,
@@ -137,6 +147,7 @@ def main() -> None:
                 "tflop_per_s": flops / seconds / 1e12,
                 "product_tflop_per_s": rate,
                 "share_of_product_rate": flops / seconds / 1e12 / rate,
+                "formula_gib": sum(step_memory(draft, shape, attention).values()) / 2**30,
                 "temporary_gib": programs.memory().get("accumulate", 0) / 2**30,
                 "apply_temporary_gib": programs.memory().get("apply", 0) / 2**30,
                 "peak_gib": measure.peak_gib(),

@@ -147,7 +147,8 @@ def _describe(
     print(
         f"{parameters:,} trainable parameters, {total_steps} optimizer steps, {dtype} on {platform},"
         f" attention {attention};"
-        f" temporary memory of the compiled programs: {temporary or 'not known'}",
+        f" programs compiled in {programs.compile_seconds:.1f} s,"
+        f" their temporary memory: {temporary or 'not known'}",
         flush=True,
     )
 

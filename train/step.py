@@ -7,7 +7,7 @@ any donated buffer is consumed; they can not recompile.
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class StepOptions:
         schedule: learning rate of a step.
         dtype: compute dtype of the draft.
         attention: name of the attention implementation.
+        compiler_options: for XLA, by name; measurements try them.
     """
 
     draft: DraftConfig
@@ -47,6 +48,7 @@ class StepOptions:
     schedule: Schedule
     dtype: Any
     attention: str = "xla"
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass
@@ -228,7 +230,8 @@ def compile_programs(
     """
     begin = time.perf_counter()
     lowered, batch = lower_programs(options, mesh, rows=rows, length=length, frozen=frozen, hidden_dtype=hidden_dtype)
-    compiled = {name: program.compile() for name, program in lowered.items()}
+    compiler_options = dict(options.compiler_options)
+    compiled = {name: program.compile(compiler_options) for name, program in lowered.items()}
     return Programs(**compiled, batch=batch, compile_seconds=time.perf_counter() - begin)
 
 
