@@ -61,9 +61,9 @@ warm() { # in SGLang's own environment
 }
 warmed() { while [ ! -e $W/warmed ] && [ $SECONDS -lt 240 ]; do sleep 1; done; cat $W/warm.json; }
 target() {
-  [ -d .carry/a ] && cp -n .carry/a/part_aa $W/ || true
-  [ -d .carry/b ] && cp -n .carry/b/part_ab $W/ || true
-  if [ -d .carry/b ] && [ -f .carry/b/train.jsonl.gz ]; then cp -n .carry/b/train.jsonl.gz $W/ || true; fi
+  for f in .carry/a/part_aa .carry/b/part_ab .carry/b/train.jsonl.gz /tmp/part_aa /tmp/part_ab /tmp/train.jsonl.gz; do
+    if [ -f $f ] && [ ! -e $W/${f##*/} ]; then cp $f $W/; fi
+  done
   [ ! -f $W/train.jsonl.gz ] || [ -e $W/data/held_out.jsonl ] || python3 tools/h200/held_out.py $W/train.jsonl.gz $W/data 200
   if [ -f $W/part_aa ] && [ -f $W/part_ab ] && [ ! -e "$TARGET/draft_jax_source.json" ]; then
     cat $W/part_aa $W/part_ab > /tmp/SmolLM2-135M-Instruct.Q4_1.gguf
