@@ -17,8 +17,9 @@ from target_bridge.model_check import (
     probe_ids,
     refuse,
 )
-from target_bridge.sglang.engine import Computed, Engine
+from target_bridge.sglang.engine import Engine
 from target_bridge.sglang.layers import find_layers
+from target_bridge.sglang.request import Computed
 from target_bridge.target import TargetError
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +16,11 @@ import numpy as np
 import torch
 
 from target_bridge.fence import torch_done
-from target_bridge.sglang.adapter import Adapter, Packed, Start, prepare_process, round_up
+from target_bridge.sglang.adapter import Adapter, Start, prepare_process, round_up
+from target_bridge.sglang.request import Computed, Request, match_rows
+from target_bridge.sglang.startup import start_adapter
 from target_bridge.sglang.versions import installed_version, make_adapter
-from target_bridge.sglang.world import Peers, larger_world_allowed
+from target_bridge.sglang.world import Peers
 from target_bridge.target import TargetError, check_ids
 
 #: Engines alive in this process: SGLang keeps its configuration and process groups in globals.
@@ -54,50 +54,6 @@ class EngineFacts:
     num_taps: int
 
 
-@dataclass(frozen=True)
-class Request:
-    """A text on its way through the engine: begun, run by one forward, finished.
-
-    Attributes:
-        name: for messages.
-        ids: int64 [T], the whole text.
-        prefix: first tokens whose KV was found in the tree, or is held since an earlier forward; they are not computed
-            again.
-        handle: the adapter's.
-        epoch: of the engine when it was begun; a reset makes it void.
-        held: whether it holds the prefix since an earlier forward (`rewind`).
-    """
-
-    name: str
-    ids: np.ndarray
-    prefix: int
-    handle: Any
-    epoch: int
-    held: bool = False
-
-    @property
-    def suffix(self) -> int:
-        """Tokens a forward computes."""
-        return len(self.ids) - self.prefix
-
-
-@dataclass(frozen=True)
-class Computed:
-    """One request's share of a forward; rows of the suffix only.
-
-    Attributes:
-        prefix: tokens before the first row.
-        context: [T - prefix, M*D] outputs of the tapped layers.
-        last: [T - prefix, D] after the final norm.
-        logits: [V] the engine's own logits of the last token, V logical.
-    """
-
-    prefix: int
-    context: torch.Tensor
-    last: torch.Tensor
-    logits: torch.Tensor
-
-
 class Engine:
     """One engine; at most one at a time in a process.
 
@@ -127,10 +83,11 @@ class Engine:
         prepare_process(start.device)
         _ALIVE.append(self)
         try:
-            hook = _started(self._adapter, start, version)
+            hook = start_adapter(self._adapter, start, version)
             self._tree = self._adapter.new_tree()
         except BaseException:
-            self.close()
+            with contextlib.suppress(Exception):  # half of what is to be taken down may never have stood
+                self.close()
             raise
         runner = self._adapter.runner
         self.peers = Peers() if start.tp_size > 1 else None
@@ -228,7 +185,13 @@ class Engine:
         self._admit(requests)
         try:
             packed = adapter.forward([request.handle for request in requests], self._tree)
-            computed = self._split(requests, packed)
+            computed = match_rows(
+                requests,
+                packed,
+                num_taps=self.facts.num_taps,
+                hidden_size=self.facts.hidden_size,
+                vocab_size=self.facts.vocab_size,
+            )
         except BaseException:
             self.reset()
             raise
@@ -368,63 +331,9 @@ class Engine:
                 " finish requests first or raise target.sglang.max_total_tokens"
             )
 
-    def _split(self, requests: Sequence[Request], packed: Packed) -> list[Computed]:
-        """Match the packed rows to their requests."""
-        for request, count in zip(requests, packed.counts):
-            if count != request.suffix:
-                raise TargetError(f"{request.name}: expected {request.suffix} rows from the engine, got {count}")
-        total = sum(packed.counts)
-        taps, hidden = self.facts.num_taps, self.facts.hidden_size
-        expected = {
-            "context": (packed.context, (total, taps * hidden)),
-            "last": (packed.last, (total, hidden)),
-            "logits": (packed.logits, (len(requests), packed.logits.shape[-1])),
-        }
-        for what, (tensor, shape) in expected.items():
-            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
-                got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else "none"
-                rows = ", ".join(f"{request.name} ({request.suffix} rows)" for request in requests)
-                raise TargetError(f"{what} states of {rows}: expected {list(shape)} from the engine, got {got}")
-        return [
-            Computed(request.prefix, context, last, logits[: self.facts.vocab_size])
-            for request, context, last, logits in zip(
-                requests, packed.context.split(packed.counts), packed.last.split(packed.counts), packed.logits
-            )
-        ]
-
 
 @atexit.register
 def close_all() -> None:
     """Close every engine of this process: also at its end, since SGLang's process groups complain otherwise."""
     for engine in list(_ALIVE):
         engine.close()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """SGLang without its remarks about models and kernels that nobody asked for; a level set by the user stays."""
-    logger = logging.getLogger("sglang")
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _started(adapter: Adapter, start: Start, version: str) -> str:
-    try:
-        with _quiet(), larger_world_allowed():
-            return adapter.start(start)
-    except TargetError:
-        raise
-    except ModuleNotFoundError as error:
-        raise TargetError(
-            f"SGLang {version} could not be imported: {error}. docs/sglang.md lists what it needs on"
-            f" {'a CPU' if start.device.type == 'cpu' else 'a GPU'}"
-        ) from error
-    except Exception as error:
-        first = (str(error).strip() or repr(error)).split("\n")[0]
-        raise TargetError(
-            f"SGLang {version} could not start target {start.model_path} on {start.device}:"
-            f" {type(error).__name__}: {first}"
-        ) from error

@@ -22,7 +22,8 @@ import torch
 from torch.nn import functional as F
 
 from target_bridge.sglang.adapter import round_up
-from target_bridge.sglang.engine import Computed, Engine, Request
+from target_bridge.sglang.engine import Engine
+from target_bridge.sglang.request import Computed, Request
 from target_bridge.target import SessionStep, TargetError, TargetInfo, check_ids
 
 #: Numbers of all texts of this process: a text's part of the tree has a name nothing else uses.

@@ -162,8 +162,13 @@ class SGLangTarget:
         return logits
 
     def layer_states(self, documents: Sequence[np.ndarray]) -> LayerStates | None:
-        """What the engine's own layers put out; see `target_bridge.probe`."""
+        """What the engine's own layers put out; see `target_bridge.probe`.
+
+        None when the layers are split over ranks: what one hands to the next may then be a part of a sum.
+        """
         checked = check_documents(documents, self._info.vocab_size, self._info.max_length)
+        if self._engine.peers is not None:
+            return None
         return engine_layer_states(self._engine, checked, self._info.layer_ids, self._info.num_layers)
 
     @property
@@ -172,7 +177,10 @@ class SGLangTarget:
         return class_serving(type(self._engine.model), self._engine.facts.version)
 
     def open_session(self, max_length: int, max_sequences: int = 1) -> SGLangSession:
-        """A decoding session; see `target_bridge.target.Target`. Several may be open, and captures run in between."""
+        """A decoding session; see `target_bridge.target.Target`. Several may be open, and captures run in between.
+
+        Ranks that share the target must all open it and make the same calls of it.
+        """
         return SGLangSession(
             self._engine,
             self._head,

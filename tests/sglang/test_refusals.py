@@ -150,6 +150,39 @@ def test_versions(monkeypatch):
         versions.make_adapter()
 
 
+class Unstartable:
+    """An adapter of an installation that lacks something, and of one that breaks while it starts."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def start(self, start):
+        raise self.error
+
+    def stop(self):
+        raise RuntimeError("nothing to take down")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ModuleNotFoundError("No module named 'xgrammar'"),
+            r"could not be imported: No module named 'xgrammar'.*sglang\.md",
+        ),
+        (AssertionError("heads"), r"could not start target .* on cpu: AssertionError: heads"),
+        (ValueError(), r"could not start target .*: ValueError: ValueError\(\)"),
+    ],
+)
+def test_an_engine_that_does_not_start(make_model, monkeypatch, error, message):
+    with monkeypatch.context() as patch:
+        patch.setattr("target_bridge.sglang.engine.make_adapter", lambda: Unstartable(error))
+        with pytest.raises(TargetError, match=message), running(make_model("llama")):
+            pass
+    with running(make_model("llama")) as after:
+        assert len(after.capture([[1, 2]])) == 1
+
+
 def with_config(folder, into, **changes):
     shutil.copytree(folder, into)
     config = json.loads((into / "config.json").read_text())
