@@ -12,4 +12,5 @@ Importing the package loads neither torch nor jax; import the module you need:
 `handoff`     torch -> JAX without a copy, and back
 `fence`       the two device syncs, and the lease that insists on them
 `verify`      exact rejection sampling
+`serving`     stock SGLang as a server process, for comparing what it accepts with what we do
 """
