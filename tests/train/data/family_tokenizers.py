@@ -46,6 +46,8 @@ SPECIAL_TOKENS: dict[str, list[str]] = {
     "smollm2": _CHATML,
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
                "<|python_tag|>"],
+    "llama-4": ["<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|python_start|>",
+                "<|python_end|>"],
     "gemma3": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
 }  # fmt: skip
 
@@ -54,7 +56,7 @@ FAMILY = {
     "glm-5.3": "glm", "glm-4.6": "glm", "deepseek-v3.1": "deepseek", "deepseek-r1": "deepseek", "kimi-k2": "kimi-k2",
     "kimi-k2-thinking": "kimi-k2", "minimax-m2": "minimax-m2", "gpt-oss": "harmony", "gemma-4": "gemma4",
     "inkling": "inkling", "qwen3-coder": "chatml", "qwen2.5": "chatml", "qwen3": "chatml", "smollm2": "chatml",
-    "llama3": "llama3", "gemma3": "gemma",
+    "llama3": "llama3", "llama-4": "llama4", "gemma3": "gemma",
 }  # fmt: skip
 
 

@@ -179,6 +179,8 @@ EXPECTED = [
     ("llama3", None, SYSTEM_LATER, [["A1<|eot_id|>", "A2<|eot_id|>"]]),
     ("llama3", None, {**ONE_CALL, "messages": [{**m, "reasoning_content": None} for m in ONE_CALL["messages"]]},
      [['{"name": "look_up", "parameters": {"x": "v0"}}<|eot_id|>', "A<|eot_id|>"]]),
+    ("llama-4", None, TWO_CALLS, [['{"name": "look_up", "parameters": {"x": "v0"}}{"name": "look_up", "parameters": '
+                                   '{"x": "v1"}}<|eot|>', "A<|eot|>"]]),
     ("gemma3", None, {"messages": [user("Q1"), answer("\n\nA1"), user("Q2"), answer("A2")]},
      [["A1<end_of_turn>", "A2<end_of_turn>"]]),
     ("smollm2", None, SYSTEM_LATER, [["A1<|im_end|>", "A2<|im_end|>"]]),
@@ -253,7 +255,8 @@ MARKERS = {name: FAMILIES[family].tokens for name, family in FAMILY.items()}
 @pytest.mark.parametrize("name", SPECIAL_TOKENS)
 def test_marker_strings_in_messages_change_no_mask(name):
     """The tokens are those a server's tokenizer makes; what is supervised is what it was without them."""
-    opener = {"llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n", "gemma3": "<start_of_turn>model\n",
+    opener = {"llama-4": "<|header_start|>assistant<|header_end|>\n\n",
+              "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n", "gemma3": "<start_of_turn>model\n",
               "gemma-4": "<|turn>model\n", "glm-5.3": "<|assistant|>", "glm-4.6": "<|assistant|>",
               "deepseek-v3.1": "<｜Assistant｜>", "deepseek-r1": "<｜Assistant｜>", "gpt-oss": "<|start|>assistant",
               "kimi-k2": "<|im_assistant|>assistant<|im_middle|>", "minimax-m2": "]~b]ai\n",
