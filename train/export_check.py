@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from draft_jax.config import DraftConfig
+from target_bridge.sglang_hooks import table_serving
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
@@ -27,12 +28,6 @@ DOUBLED_KEYS = (
     "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head",
     "confidence_head_with_markov",
 )  # fmt: skip
-#: `model_type` of targets whose class in SGLang 0.5.23 lacks the capture hook DSpark needs (field_survey
-#: 3.6).
-NO_CAPTURE_HOOK = frozenset({
-    "qwen2", "qwen2_moe", "longcat_flash", "minimax_m2", "glm4_moe", "gemma3", "gemma3_text", "exaone_moe",
-    "apertus", "bailing_moe",
-})  # fmt: skip
 #: Tensors kept in fp32: the module that serves the confidence head computes in fp32.
 FP32_PREFIX = "confidence_head."
 
@@ -275,11 +270,11 @@ def _check_target(checks: _Checks, raw: Mapping[str, Any], config: DraftConfig, 
         if text.get(key) is not None and raw.get(key) != text.get(key)
     ]
     checks.add("special ids = target's", not differing, "; ".join(differing) or "bos, eos, pad")
-    kind = text.get("model_type")
-    hooked = kind not in NO_CAPTURE_HOOK
+    classes = text.get("architectures")
+    serving = table_serving(str(classes[0])) if classes else None
     checks.add(
-        "target has a capture hook", hooked,
-        f"model_type {kind!r}" + ("" if hooked else ": SGLang 0.5.23 has no DSpark/DFlash hook for it"),
+        "target has a capture hook", serving is not None and serving.hook("DSPARK") is not None,
+        serving.explain("DSPARK") if serving else "not known: the target's config.json names no architectures",
         bad="warn",
     )  # fmt: skip
 

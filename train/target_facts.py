@@ -31,6 +31,8 @@ class TargetFacts:
             ValueError: a size is missing.
         """
         text = dict(config.get("text_config") or config)
+        # A server chooses its class by the outer name, which a nested text config does not repeat.
+        text["architectures"] = config.get("architectures") or text.get("architectures")
         keys = ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
         if missing := [key for key in keys if key not in text]:
             raise ValueError(f"the config of target {name} lacks {', '.join(missing)}: is it a causal language model?")

@@ -45,6 +45,7 @@ def facts(config):
     return TargetFacts.from_config("some/target", {
         "hidden_size": config.hidden_size, "num_hidden_layers": 6, "vocab_size": config.vocab_size,
         "max_position_embeddings": 128, "eos_token_id": [2, 3], "bos_token_id": 1, "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
     })  # fmt: skip
 
 
@@ -257,11 +258,19 @@ def test_a_draft_of_another_target_fails(exported, facts, change, check, status)
 
 
 def test_target_configs_are_compared(exported, facts):
-    other = dataclasses.replace(facts, config={**facts.config, "eos_token_id": 7, "model_type": "qwen2"})
+    other = dataclasses.replace(
+        facts, config={**facts.config, "eos_token_id": 7, "architectures": ["Qwen2ForCausalLM"]}
+    )
     found = {c.name: c for c in check_export(exported.path, other)}
     assert found["special ids = target's"].status == "FAIL"
     assert found["target has a capture hook"].status == "warn"
-    assert "qwen2" in found["target has a capture hook"].detail
+    assert "Qwen2ForCausalLM has no" in found["target has a capture hook"].detail
+
+
+def test_the_class_of_a_nested_text_config_is_the_outer_one():
+    text = {"hidden_size": 8, "num_hidden_layers": 6, "vocab_size": 9, "max_position_embeddings": 16}
+    nested = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    assert TargetFacts.from_config("some/target", nested).config["architectures"] == nested["architectures"]
 
 
 def test_without_a_target_that_is_said(exported):
