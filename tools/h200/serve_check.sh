@@ -55,7 +55,12 @@ unpack() {
   step unpack "\"wheels\": $(ls /tmp/site | wc -l), \"bundle\": $([ -e $B/done ] && echo true || echo false)"
 }
 warm() { # in SGLang's own environment
-  PYTHONPATH=$B/transformers:$B/rest:$PYTHONPATH python3 tools/h200/warm_flashinfer.py > $W/warm.json 2> $W/warm.log || true
+  local path=$B/transformers:$B/rest:$PYTHONPATH
+  PYTHONPATH=$path python3 tools/h200/warm_flashinfer.py > $W/warm.json 2> $W/warm.log || true
+  if grep -q '"error"' $W/warm.json && ls $B/rest/flashinfer/data/aot/* > /dev/null 2>&1; then
+    cat $W/warm.json; rm -rf $B/rest/flashinfer/data/aot  # what was compiled elsewhere does not load: compile here
+    PYTHONPATH=$path python3 tools/h200/warm_flashinfer.py > $W/warm.json 2> $W/warm.log || true
+  fi
   cat $W/warm.json; tail -2 $W/warm.log; touch $W/warmed
   step warm
 }
