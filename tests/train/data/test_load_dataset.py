@@ -237,6 +237,26 @@ def test_turns_fan_out_into_samples(load, write_rows, make_toy_tokenizer):
     assert data.summary.notes["assistant turns not supervised (data.history=last_turn)"].count == 1
 
 
+def test_a_reader_reads_any_part_in_any_order(write_rows, toy_tokenizer, toy_template_file):
+    """What becomes of a record depends on it and the options alone, so workers may share the data out."""
+    from train.data.row_reader import RowReader
+    from train.data.sources import open_source
+
+    rows = [T01, T01_TOKENS, b"{", {"text": "a b"}, {**T01, "id": "x"}, {"messages": []}] * 3
+    config = DataConfig(write_rows(rows), template=toy_template_file, min_loss_tokens=1)
+    records = list(open_source(config.path).records())
+
+    def told(row):
+        encoded = [(e.input_ids.tolist(), e.loss_mask.tolist(), e.notes, e.turn) for e in row.rows]
+        return str(row.place), row.id, encoded, row.refused and (row.refused.reason, row.refused.detail)
+
+    together = [told(row) for row in RowReader(config, toy_tokenizer, 31).read(records)]
+    reader = RowReader(config, toy_tokenizer, 31)
+    apart = [told(row) for record in reversed(records) for row in reader.read([record])]
+    assert apart[::-1] == together
+    assert [row[3] and row[3][0] for row in together[:6]] == [None, None, "not JSON", None, None, "'messages' is empty"]
+
+
 def test_another_process_makes_the_same_samples(write_rows, toy_template_file):
     """Hash seeds differ between processes; samples must not."""
     rows = [{**T01_TOKENS, "input_ids": [i % 31] * 14, "id": f"r{i}"} for i in range(50)]
