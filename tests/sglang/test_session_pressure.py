@@ -106,3 +106,18 @@ def test_what_cannot_be_opened(folder):
                 target.open_session(10)
         finally:
             kind.__name__ = name
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_given_back_between_extend_and_commit(folder, truth, computed, page_size):
+    """With room for one request the first text's KV goes while its tokens are provisional: they must not stay known."""
+    with running(folder, page_size=page_size, max_total_tokens=256, max_running_requests=1) as target:
+        texts = Texts(target.open_session(60, 2), truth)
+        prompt, block = np.arange(16), np.arange(20, 28)
+        texts.round({0: prompt, 1: prompt}, {0: 16, 1: 16})
+        texts.round({0: block, 1: block}, {0: 0, 1: 2})
+        del computed[:]
+        texts.round({0: block, 1: block}, {0: 8, 1: 8})
+        assert computed == [(16, 24), (16 if page_size == 4 else 18, 26)]
+        texts.session.close()
+        require_settled(target)
