@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     skips = [a for a in argv if a.startswith("--skip=")]
     skip = int(skips[-1].partition("=")[2]) if skips else 10
     path, overrides, _ = parse_train([a for a in argv if a not in skips])
-    config = load_config(path, [*overrides, ("logging.every", "1"), ("logging.trackers", "[jsonl]")])
+    config = load_config(path, [*overrides, ("logging.every", "1")])
     result = run(config)
     text = (Path(config.run_dir) / METRICS).read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()][skip:]

@@ -128,7 +128,7 @@ def zero_accumulator(params: Params, shardings: Params, sums: dict[str, Any], dt
 def accumulator_shardings(params: Params, shardings: Params, sums: dict[str, Any], dtype: Any) -> Accumulator:
     """The sharding of each leaf of `zero_accumulator`, whose arguments these are."""
     (mesh,) = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
-    everywhere = replicated(mesh)
+    everywhere: Any = replicated(mesh)
     return Accumulator(
         grads=jax.tree.map(lambda leaf, sharding: partial_shape(leaf, sharding).sharding, params, shardings),
         sums=jax.tree.map(lambda _: batch_sharding(mesh), sums),

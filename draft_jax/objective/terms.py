@@ -240,7 +240,7 @@ def _sweep(spec: _Spec, rows: _Rows, with_gradient: bool) -> tuple[VocabTerms, t
         # Rows past the valid ones repeat row 0, which may be anything; zeros are safe.
         h = jnp.where(live[:, None], _take(hidden, row), 0)
         logits = _logits(h, lm_head)
-        if z is not None:
+        if z is not None and w2 is not None:
             zc = jnp.where(live[:, None], _take(z, row), 0)
             # Kept apart, the small product is where the large one starts to accumulate, not one pass more.
             (bias,) = _apart(_logits(zc, w2))
