@@ -18,6 +18,10 @@ from draft_jax.config import DraftConfig
 from draft_jax.decode.propose import ContextCache, Proposal, extend, new_cache, propose
 from draft_jax.models.dspark import Params
 
+#: From so many rows on, a CPU has a program for a quarter of them too: there every row costs, and the last texts of an
+#: evaluation are few.
+_FEW_ROWS = 8
+
 
 @dataclass(frozen=True)
 class _Programs:
@@ -25,11 +29,11 @@ class _Programs:
     again."""
 
     extend: Mapping[int, Callable[..., ContextCache]]  # width T -> program
-    propose: Callable[..., Proposal]
+    propose: Mapping[int, Callable[..., Proposal]]  # rows -> program
 
     @property
     def count(self) -> int:
-        return len(self.extend) + 1
+        return len(self.extend) + len(self.propose)
 
 
 def cut(count: int, widths: Sequence[int]) -> list[tuple[int, int]]:
@@ -147,37 +151,57 @@ class Drafter:
         padded[0, : len(rows)], padded[1, : len(rows)] = rows, positions
         self._cache = self._programs.extend[size](self._params, self._cache, piece, padded[0], padded[1])
 
-    def propose(self, anchor_token: np.ndarray | int, uniforms: np.ndarray, temperature: float) -> Proposal:
+    def propose(
+        self,
+        anchor_token: np.ndarray | int,
+        uniforms: np.ndarray,
+        temperature: float,
+        rows: Sequence[int] | None = None,
+    ) -> Proposal:
         """See `propose`. Does not wait for the device.
 
         Args:
-            anchor_token: the last committed token of each row (an int when `B` is 1); any id for a row not in use.
-            uniforms: `[B, K]` (or `[K]` when `B` is 1) in [0, 1).
+            anchor_token: the last committed token of each row asked for (an int when there is one).
+            uniforms: `[n, K]` (or `[K]` when there is one row) in [0, 1).
             temperature: 0 for greedy.
+            rows: the `n` rows to propose for; None = all `B`.
+
+        Returns:
+            A proposal of `n` rows or more; `places` tells which are those asked for.
 
         Raises:
-            ValueError: negative temperature, a token outside the vocabulary, or a wrong number of uniforms.
+            ValueError: negative temperature, a token outside the vocabulary, or a wrong number of uniforms or rows.
         """
         tokens = np.asarray(anchor_token, np.int64).reshape(-1)
         numbers = np.array(uniforms, np.float32)  # a copy: the call is asynchronous
         numbers = numbers[None] if numbers.ndim == 1 else numbers
+        chosen = np.arange(self.batch) if rows is None else np.asarray(rows, np.int64)
+        count = len(chosen)
         if temperature < 0:
             raise ValueError(f"temperature {temperature} is negative")
-        if tokens.shape != (self.batch,) or tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise ValueError(
-                f"anchor_token {tokens.tolist()} must be {self.batch} id(s) below {self.config.vocab_size}"
-            )
-        if numbers.shape != (self.batch, self.config.block_size):
-            raise ValueError(f"uniforms has shape {numbers.shape}, expected {(self.batch, self.config.block_size)}")
-        return self._programs.propose(
-            self._params,
-            self._frozen,
-            self._cache,
-            self._lengths.astype(np.int32),
-            tokens.astype(np.int32),
-            numbers,
-            np.float32(temperature),
-        )
+        if not 1 <= count <= self.batch or chosen.min() < 0 or chosen.max() >= self.batch:
+            raise ValueError(f"rows {chosen.tolist()} must be 1 to {self.batch} rows below {self.batch}")
+        if tokens.shape != (count,) or tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise ValueError(f"anchor_token {tokens.tolist()} must be {count} id(s) below {self.config.vocab_size}")
+        if numbers.shape != (count, self.config.block_size):
+            raise ValueError(f"uniforms has shape {numbers.shape}, expected {(count, self.config.block_size)}")
+        width, places = self._width(count), self.places(chosen)
+        anchors, drawn = np.zeros(width, np.int32), np.zeros((width, self.config.block_size), np.float32)
+        anchors[places], drawn[places] = tokens, numbers
+        inputs = (anchors, drawn, np.float32(temperature))
+        program = self._programs.propose[width]
+        if width == self.batch:  # every row at its place: the cache is read as it lies
+            return program(self._params, self._frozen, self._cache, self._lengths.astype(np.int32), *inputs)
+        picked = np.pad(chosen, (0, width - count)).astype(np.int32)
+        lengths = self._lengths[picked].astype(np.int32)
+        return program(self._params, self._frozen, self._cache, picked, lengths, *inputs)
+
+    def places(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Where the proposals of `rows` stand in what `propose` returns for them."""
+        return np.asarray(rows) if self._width(len(rows)) == self.batch else np.arange(len(rows))
+
+    def _width(self, count: int) -> int:
+        return min(width for width in self._programs.propose if width >= count)
 
 
 def make_drafter(
@@ -254,21 +278,23 @@ def _compile(
 
     most = batch * (config.block_size + 1)  # a round commits at most K + 1 tokens of each row
     widths = {most, max(most, prefill_width)} | ({-(-most // 2)} if batch > 1 else set())
-    propose_program = (
-        jax.jit(
-            lambda params, frozen, cache, lengths, anchor, uniforms, temperature: propose(
-                params, config, frozen, cache, lengths, anchor, uniforms, temperature, dtype, sample_dtype
-            )
-        )
-        .lower(
-            params,
-            frozen,
-            cache,
-            struct((batch,), jnp.int32),
-            struct((batch,), jnp.int32),
-            struct((batch, config.block_size), jnp.float32),
-            struct((), jnp.float32),
-        )
-        .compile()
+
+    def propose_program(rows: int) -> Callable[..., Proposal]:
+        index = struct((rows,), jnp.int32)
+        inputs = (index, index, struct((rows, config.block_size), jnp.float32), struct((), jnp.float32))
+
+        def whole(params: Params, frozen: FrozenHead, cache: ContextCache, *inputs: Any) -> Proposal:
+            lengths, anchors, uniforms, temperature = inputs
+            return propose(params, config, frozen, cache, lengths, anchors, uniforms, temperature, dtype, sample_dtype)
+
+        def part(params: Params, frozen: FrozenHead, cache: ContextCache, chosen: Array, *inputs: Any) -> Proposal:
+            return whole(params, frozen, ContextCache(k=cache.k[:, chosen], v=cache.v[:, chosen]), *inputs)
+
+        if rows == batch:
+            return jax.jit(whole).lower(params, frozen, cache, *inputs).compile()
+        return jax.jit(part).lower(params, frozen, cache, index, *inputs).compile()
+
+    proposals = {batch} | ({-(-batch // 4)} if batch >= _FEW_ROWS and jax.default_backend() == "cpu" else set())
+    return _Programs(
+        {width: extend_program(width) for width in widths}, {rows: propose_program(rows) for rows in proposals}
     )
-    return _Programs({width: extend_program(width) for width in widths}, propose_program)

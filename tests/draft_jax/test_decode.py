@@ -126,6 +126,24 @@ def test_a_row_takes_another_text_while_the_others_go_on():
         np.testing.assert_allclose(ours.probs[row], alone.probs[0], atol=1e-5)
 
 
+def test_few_rows_of_many_are_proposed_for_as_all_are():
+    """Eight rows have a program of their own for two of them, in any order; the others are left alone."""
+    drafter = make(batch=8)
+    assert drafter.compile_count == 4
+    feed(drafter, *(context(3 + row, seed=row) for row in range(8)))
+    anchors, u = np.arange(1, 9), uniforms(8)
+    whole = drafter.propose(anchors, u, 1.0)
+    for rows in ([6, 1], [3], [7, 0, 4], list(range(8))):
+        few = drafter.propose(anchors[rows], u[rows], 1.0, rows)
+        assert few.tokens.shape[0] == (2 if len(rows) <= 2 else 8)
+        for place, row in zip(drafter.places(rows), rows, strict=True):
+            np.testing.assert_array_equal(few.tokens[place], whole.tokens[row])
+            np.testing.assert_allclose(few.probs[place], whole.probs[row], atol=1e-5)
+    for rows in ([8], [-1], []):
+        with pytest.raises(ValueError, match=r"must be 1 to 8 rows below 8"):
+            drafter.propose(np.ones(len(rows)), u[: len(rows)], 0.0, rows)
+
+
 @pytest.mark.parametrize(
     ("count", "pieces"),
     [

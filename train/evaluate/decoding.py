@@ -108,17 +108,16 @@ class DraftDecoding:
         """One round of every text: at most K + 1 tokens each."""
         live, K = self._roster.live, self._K
         slots, texts = list(live), list(live.values())
-        numbers = np.zeros((self._runner.batch, 2 * K + 1), np.float32)
-        for slot, text in live.items():  # always as many, whatever the round needs
-            numbers[slot] = text.random.random(2 * K + 1, dtype=np.float32)
+        # Always as many, whatever the round needs.
+        numbers = np.stack([text.random.random(2 * K + 1, dtype=np.float32) for text in texts])
         anchors = {slot: text.anchor for slot, text in live.items()}
         blocks = self._runner.propose(anchors, numbers[:, :K], self._temperature)
-        counts = self._proposed(blocks, slots, texts)
+        counts = self._proposed(blocks, texts)
         self._clock.charge(texts, "draft")
         steps = session.extend(
             {
-                slot: np.concatenate(([text.anchor], blocks.tokens[slot, :count]))
-                for (slot, text), count in zip(live.items(), counts)
+                slot: np.concatenate(([text.anchor], blocks.tokens[row, : counts[row]]))
+                for row, (slot, text) in enumerate(live.items())
             }
         )
         fence.torch_done(steps[slots[0]].logits.device)
@@ -126,7 +125,7 @@ class DraftDecoding:
         verdicts = self._verify(steps, blocks, slots, counts, numbers)
         kept: dict[int, int] = {}
         for row, (slot, text) in enumerate(live.items()):
-            settled = self._settle(text, blocks, slot, int(counts[row]), verdicts, row)
+            settled = self._settle(text, blocks, verdicts, row, int(counts[row]))
             if settled.finish is None:
                 # The anchor and the accepted drafts stay in both caches; the new anchor has no state yet.
                 kept[slot] = 1 + settled.accepted
@@ -139,13 +138,13 @@ class DraftDecoding:
             self._runner.extend({slot: steps[slot].context_hidden[:count] for slot, count in kept.items()})
         self._clock.charge(texts, "draft")
 
-    def _proposed(self, blocks: ProposedBlocks, slots: list[int], texts: Sequence[_DraftText]) -> np.ndarray:
+    def _proposed(self, blocks: ProposedBlocks, texts: Sequence[_DraftText]) -> np.ndarray:
         """int [n]: slots of each block that are verified: before the first predicted to be accepted less often than
         the threshold (rule 4), and no more than may still be generated."""
-        counts = np.full(len(slots), self._K)
+        counts = np.full(len(texts), self._K)
         threshold = self._config.confidence_threshold
         if threshold > 0 and blocks.confidence_logits is not None:
-            low = 1.0 / (1.0 + np.exp(-blocks.confidence_logits[slots])) < threshold
+            low = 1.0 / (1.0 + np.exp(-blocks.confidence_logits)) < threshold
             counts = np.where(low.any(axis=1), low.argmax(axis=1), counts)
         if self._config.count_overshoot:
             return counts
@@ -163,24 +162,19 @@ class DraftDecoding:
         width, K = int(counts.max()), self._K
         logits = [steps[slot].logits for slot in slots]
         stacked = torch.stack(logits) if counts.min() == width else pad_sequence(logits, batch_first=True)
-        probs = None
-        if blocks.probs is not None:
-            probs = blocks.probs if len(slots) == self._runner.batch else blocks.probs[slots]
-            probs = probs[:, :width]
-        uniforms = np.concatenate([numbers[slots, K : K + width], numbers[slots, 2 * K :]], axis=1)
-        return verify_batch(stacked, probs, blocks.tokens[slots, :width], uniforms, self._temperature, counts)
+        probs = None if blocks.probs is None else blocks.probs[:, :width]
+        uniforms = np.concatenate([numbers[:, K : K + width], numbers[:, 2 * K :]], axis=1)
+        return verify_batch(stacked, probs, blocks.tokens[:, :width], uniforms, self._temperature, counts)
 
-    def _settle(
-        self, text: _DraftText, blocks: ProposedBlocks, slot: int, count: int, verdicts: Verdicts, row: int
-    ) -> Round:
+    def _settle(self, text: _DraftText, blocks: ProposedBlocks, verdicts: Verdicts, row: int, count: int) -> Round:
         confidence = blocks.confidence_logits
         settled = settle_round(
-            blocks.tokens[slot, :count].tolist(),
+            blocks.tokens[row, :count].tolist(),
             int(verdicts.accepted[row]),
             int(verdicts.next_tokens[row]),
             self._eos,
             text.remaining,
-            confidence_logits=None if confidence is None else confidence[slot, :count].tolist(),
+            confidence_logits=None if confidence is None else confidence[row, :count].tolist(),
             overshoot=self._config.count_overshoot,
         )
         text.rounds.append(settled)

@@ -24,13 +24,13 @@ class ProposalError(RuntimeError):
 
 @dataclass(frozen=True)
 class ProposedBlocks:
-    """Proposals on the torch side, one row a slot; rows of empty slots hold anything.
+    """Proposals on the torch side, one row for each slot asked for.
 
     Attributes:
-        tokens: int64 [B, K]: the drafted ids.
-        probs: fp32 [B, K, V]: the distributions they were drawn from, on the target's device; None when greedy,
+        tokens: int64 [n, K]: the drafted ids.
+        probs: fp32 [n, K, V]: the distributions they were drawn from, on the target's device; None when greedy,
             where verification needs none.
-        confidence_logits: fp32 [B, K], or None without a confidence head.
+        confidence_logits: fp32 [n, K], or None without a confidence head.
     """
 
     tokens: np.ndarray
@@ -116,28 +116,30 @@ class DraftRunner:
 
         Args:
             anchors: slot -> the last committed token.
-            uniforms: fp32 [B, K] in [0, 1).
+            uniforms: fp32 [n, K] in [0, 1), in the order of `anchors`.
             temperature: 0 = greedy.
 
         Raises:
             ProposalError: the draft's probabilities are not finite.
         """
-        tokens = np.zeros(self.batch, np.int64)
         slots = list(anchors)
-        tokens[slots] = list(anchors.values())
-        proposal = self._drafter.propose(tokens, uniforms, temperature)
+        places = self._drafter.places(slots)
+        proposal = self._drafter.propose(np.array(list(anchors.values())), uniforms, temperature, slots)
         fence.jax_done((proposal.tokens, proposal.probs, proposal.confidence_logits))
-        finite = np.asarray(proposal.finite)[slots]
+        finite = np.asarray(proposal.finite)[places]
         if not finite.all():
             row, place = np.argwhere(~finite)[0]
             raise ProposalError(
                 f"the draft's probabilities at slot {place} are not finite after "
                 f"{int(self._drafter.lengths[slots[row]])} context tokens: its weights or the target's states are bad"
             )
-        probs = None if temperature == 0 else handoff.to_torch(proposal.probs).to(self._device)
+        probs = None
+        if temperature != 0:
+            probs = handoff.to_torch(proposal.probs).to(self._device)
+            probs = probs if len(places) == len(probs) else probs[places]
         confidence = proposal.confidence_logits
         return ProposedBlocks(
-            np.asarray(proposal.tokens, np.int64),
+            np.asarray(proposal.tokens, np.int64)[places],
             probs,
-            None if confidence is None else np.asarray(confidence, np.float32),
+            None if confidence is None else np.asarray(confidence, np.float32)[places],
         )
