@@ -130,7 +130,7 @@ def probe(
         target: With its taps.
         documents: 1-D token ids, of different lengths.
         references: Layer outputs of the same documents from elsewhere, each compared with every tap it has.
-        not_compared: Why there is no reference, for the report.
+        not_compared: Why a reference is missing, for the report.
         serving: What SGLang offers for this class; None leaves the serving lines out.
     """
     info = target.info
@@ -203,9 +203,10 @@ def _distinct(streams: Sequence[Stream]) -> Check:
 def _against(
     streams: Sequence[Stream], references: Sequence[LayerStates], info: TargetInfo, not_compared: str
 ) -> list[Check]:
-    if not references:
-        return [Check("taps are what they say", "NOTE", not_compared or "there is nothing to compare with")]
-    return [_against_one(streams, reference.source, info) for reference in references]
+    checks = [_against_one(streams, reference.source, info) for reference in references]
+    if not_compared or not references:
+        checks.append(Check("not compared", "NOTE", not_compared or "there is nothing to compare the taps with"))
+    return checks
 
 
 def _against_one(streams: Sequence[Stream], source: str, info: TargetInfo) -> Check:

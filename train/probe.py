@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from target_bridge.sglang_hooks import Serving
 
 #: Bytes a copy of the target for comparison may take before a run; a probe by hand may take half of what is free.
-BRIEF = 2 * 2**30
+BRIEF = 4 * 2**30
 
 
 class ProbeError(RuntimeError):
