@@ -15,7 +15,8 @@ from target_bridge.target import Target, TargetInfo
 
 from . import probe, runtime
 from .config import ConfigError, RunConfig
-from .data.pipeline import load_dataset
+from .data.packing import pack
+from .data.pipeline import PreparedData, load_dataset
 from .data.rows import RowIterator
 from .feeding import Feeder
 from .optimizer import make_optimizer, make_schedule
@@ -85,10 +86,8 @@ def assemble(
     data = load_dataset(config.data, tokenizer, target.info.vocab_size)
     print(data.summary.format(), flush=True)
     train = config.train
-    rows = RowIterator(
-        data.samples, train.batch_rows, config.data.max_length, seed=config.data.seed, shuffle=config.data.shuffle
-    )
-    total_steps = resolve_steps(train, len(data.samples))
+    rows = _rows(config, data)
+    total_steps = resolve_steps(train, rows.rows_per_epoch)
     stream = {name: value for name, value in rows.get_state().items() if name != "next_batch"}
     identity = run_identity(config, draft, stream)
     check(identity)
@@ -107,7 +106,7 @@ def assemble(
         options,
         mesh,
         rows=train.batch_rows,
-        length=config.data.max_length,
+        length=config.data.row_tokens,
         frozen=frozen,
         hidden_dtype=jnp.dtype(target.info.dtype),
     )
@@ -153,6 +152,29 @@ def _describe(
     )
 
 
+def _rows(config: RunConfig, data: PreparedData) -> RowIterator:
+    """The stream of rows, one conversation each or packed."""
+    packed = None
+    if config.data.packing == "first_fit":
+        packing = pack(
+            data.samples,
+            config.data.row_tokens,
+            seed=config.data.seed,
+            num_anchors=config.objective.num_anchors,
+            per_document=config.objective.anchors_per_document,
+        )
+        print(packing.describe(), flush=True)
+        packed = packing.rows
+    return RowIterator(
+        data.samples,
+        config.train.batch_rows,
+        config.data.row_tokens,
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+        packed=packed,
+    )
+
+
 def _check_target(config: RunConfig, draft: DraftConfig, info: TargetInfo) -> None:
     if config.data.max_length > info.max_length:
         raise ConfigError(
@@ -173,7 +195,7 @@ def _ring(config: RunConfig, draft: DraftConfig, target: Target) -> StagingRing:
     return StagingRing(
         1,  # target and draft take turns: strict fences leave nothing for a second slot to do
         config.train.batch_rows,
-        config.data.max_length,
+        config.data.row_tokens,
         draft.num_taps * draft.hidden_size,
         draft.hidden_size,
         dtype=embedding.dtype,

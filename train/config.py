@@ -144,7 +144,7 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps of the whole run; exclusive with epochs.
-        epochs: passes over the data instead; steps = floor(epochs * samples / (batch_rows * accumulation)).
+        epochs: passes over the data instead; steps = floor(epochs * rows / (batch_rows * accumulation)).
         batch_rows: rows [B] of one micro-step, over all devices.
         accumulation: micro-steps per optimizer step.
         stop_at: save and stop cleanly after this optimizer step, without changing the schedule (time slices).

@@ -84,7 +84,7 @@ def _shape(config: RunConfig, dtype: str, platform: str) -> Shape:
     """What one device works on in a micro-step."""
     return Shape(
         rows=config.train.batch_rows // config.train.devices,
-        length=config.data.max_length,
+        length=config.data.row_tokens,
         num_anchors=config.objective.num_anchors,
         dtype_bytes=_BYTES[dtype],
         platform=platform,
@@ -126,7 +126,7 @@ def _target_weights(config: RunConfig) -> int:
 
 
 def _flops(config: RunConfig, draft: DraftConfig, shape: Shape) -> dict[str, float]:
-    """Operations of one optimizer step over all devices, at full rows of `data.max_length`."""
+    """Operations of one optimizer step over all devices, at full rows."""
     steps = config.train.accumulation * config.train.devices
     return {name: steps * value for name, value in step_flops(draft, shape).items()}
 
@@ -138,7 +138,7 @@ def format_plan(config: RunConfig, plan: Plan) -> str:
     length = (
         f"{train.steps} optimizer steps"
         if train.steps is not None
-        else f"{train.epochs} epochs: floor(epochs x samples / {window}) optimizer steps, known once the data are read"
+        else f"{train.epochs} epochs: floor(epochs x rows / {window}) optimizer steps, known once the data are read"
     )
     lines = [
         "# resolved configuration",
@@ -148,8 +148,8 @@ def format_plan(config: RunConfig, plan: Plan) -> str:
         f"draft: {draft.num_hidden_layers} layers, hidden {draft.hidden_size}, block {draft.block_size}, taps"
         f" {list(draft.target_layer_ids)} of {draft.num_target_layers}, mask token {draft.mask_token_id},"
         f" vocabulary {draft.vocab_size}",
-        f"length: {length}; {window} rows of {config.data.max_length} tokens each"
-        f" ({train.accumulation} micro-steps of {train.batch_rows})",
+        f"length: {length}; {window} rows of {config.data.row_tokens} tokens each"
+        f" ({train.accumulation} micro-steps of {train.batch_rows}){_packing_text(config)}",
         f"objective: chunks of {plan.chunk} rows; target logits in products of"
         f" {', '.join(map(str, target_sizes_for(plan.chunk)))} rows, the smallest that holds a chunk's positions",
         "",
@@ -160,6 +160,14 @@ def format_plan(config: RunConfig, plan: Plan) -> str:
         *_table("operations per optimizer step, estimated (target's forward not counted)", plan.flops, _flop_text),
     ]
     return "\n".join(lines)
+
+
+def _packing_text(config: RunConfig) -> str:
+    if config.data.packing == "none":
+        return ", one conversation each"
+    cap = config.objective.anchors_per_document
+    anchors = "" if cap is None else f" and their anchors, at most {cap} each, fit {config.objective.num_anchors}"
+    return f", packed: as many conversations of at most {config.data.max_length} tokens as fit{anchors}"
 
 
 def _flop_text(value: float) -> str:

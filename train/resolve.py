@@ -139,15 +139,15 @@ def _free_row(target: TargetConfig, target_config: Mapping[str, Any]) -> int:
     )
 
 
-def resolve_steps(train: TrainConfig, samples: int) -> int:
-    """Optimizer steps of the run: as given, or whole windows in `epochs` passes over `samples` rows."""
+def resolve_steps(train: TrainConfig, rows: int) -> int:
+    """Optimizer steps of the run: as given, or whole windows in `epochs` passes over so many rows of data."""
     if train.steps is not None:
         return train.steps
     window = train.batch_rows * train.accumulation
-    steps = math.floor((train.epochs or 0) * samples / window)
+    steps = math.floor((train.epochs or 0) * rows / window)
     if steps < 1:
         raise ConfigError(
-            f"train.epochs is {train.epochs}; {samples} samples do not fill one optimizer step of {window} rows"
+            f"train.epochs is {train.epochs}; {rows} rows of data do not fill one optimizer step of {window}"
             f" (batch_rows {train.batch_rows} x accumulation {train.accumulation})"
         )
     return steps

@@ -94,7 +94,7 @@ def load_target(config: RunConfig, layer_ids: tuple[int, ...], platform: str, dt
             revision=target.revision,
             trust_remote_code=target.trust_remote_code,
             longest=config.data.max_length,
-            step_tokens=config.train.batch_rows * config.data.max_length,
+            step_tokens=config.train.batch_rows * config.data.row_tokens,
         )
     from target_bridge.hf import load_hf_target
 

@@ -23,6 +23,7 @@ class ObjectiveConfig:
 
     Attributes:
         num_anchors: `N`, anchors drawn per row.
+        anchors_per_document: most anchors drawn in one document of a row; None = no bound but the row's `N`.
         gamma: slot `j` weighs `exp(-j / gamma)`; None or <= 0 means no decay.
         ce_alpha: weight of the cross entropy with the true next token.
         l1_alpha: weight of the L1 distance to the target's distribution.
@@ -37,6 +38,7 @@ class ObjectiveConfig:
     """
 
     num_anchors: int = 512
+    anchors_per_document: int | None = None
     gamma: float | None = 4.0
     ce_alpha: float = 0.1
     l1_alpha: float = 0.9
@@ -50,6 +52,10 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.num_anchors < 1:
             raise ValueError(f"objective.num_anchors is {self.num_anchors}; it must be at least 1")
+        if self.anchors_per_document is not None and self.anchors_per_document < 1:
+            raise ValueError(
+                f"objective.anchors_per_document is {self.anchors_per_document}; it must be at least 1, or null"
+            )
         if self.gamma is not None and not math.isfinite(self.gamma):
             raise ValueError(f"objective.gamma is {self.gamma}; use a finite number, or null for no decay")
         for name in ("ce_alpha", "l1_alpha", "confidence_alpha"):

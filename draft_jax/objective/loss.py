@@ -230,6 +230,7 @@ def training_loss_sums(
         objective.num_anchors,
         clean.last_valid,
         supervised_anchors_only=objective.supervised_anchors_only,
+        per_document=objective.anchors_per_document,
         first_row=first_row,
     )
     blocks = make_blocks(clean.batch, anchors, keep, config.block_size, objective.gamma, clean.last_valid)

@@ -220,7 +220,7 @@ def test_warm_start_from_a_folder(tree, tmp_path, target, change):
     [
         ({"data__max_length": 4000}, r"data\.max_length is 4000; target .* takes at most 128 tokens"),
         ({"draft__target_layer_ids": [0, 1]}, r"tapped layers \(0, 2\), but the draft is made for \(0, 1\)"),
-        ({"train": {"epochs": 1, "batch_rows": 64}}, r"12 samples do not fill one optimizer step of 64 rows"),
+        ({"train": {"epochs": 1, "batch_rows": 64}}, r"12 rows of data do not fill one optimizer step of 64 "),
         ({"train__devices": 2}, r"train\.devices is 2; JAX sees \d on this host"),
         ({"resume": "must"}, r"resume is 'must', but .* holds no checkpoint"),
         ({"draft__mask_token_id": None}, r"mask_token_id is not given and the target has no free embedding row"),

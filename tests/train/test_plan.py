@@ -120,6 +120,22 @@ def test_text(qwen):
     assert f"max_length: {config.data.max_length}" in text
 
 
+def test_packing_is_told_and_counted(qwen, change):
+    """A packed row of four times the length has four times the captured states; the draft's weights are the same."""
+    plain = build(change(qwen, data__max_length=1024))
+    packing = {"data__packing": "first_fit", "data__row_length": 4096, "objective__anchors_per_document": 64}
+    packed = build(change(qwen, data__max_length=1024, **packing))
+    plans = [make_plan(config, "gpu") for config in (plain, packed)]
+    assert plans[0].parameters == plans[1].parameters
+    staging = [plan.memory["staging of captured states"] for plan in plans]
+    assert staging[1] == 4 * staging[0]
+    assert "rows of 1024 tokens each" in format_plan(plain, plans[0])
+    assert ", one conversation each" in format_plan(plain, plans[0])
+    text = format_plan(packed, plans[1])
+    assert "rows of 4096 tokens each" in text
+    assert "packed: as many conversations of at most 1024 tokens as fit and their anchors, at most 64 each" in text
+
+
 def test_tap_count_and_heads(qwen, change):
     draft = resolve_draft(build(change(qwen, draft__num_taps=3, draft__markov_rank=0)), QWEN3_8B)
     assert draft.target_layer_ids == (1, 17, 33)
@@ -187,7 +203,7 @@ def test_init_draft_decides_and_contradictions_are_named(tmp_path, qwen, change)
 def test_steps(plain_tree, change):
     train = build(change(plain_tree, train={"epochs": 2.5, "batch_rows": 2, "accumulation": 3})).train
     assert resolve_steps(train, 25) == 10
-    with pytest.raises(ConfigError, match=r"2 samples do not fill one optimizer step of 6 rows"):
+    with pytest.raises(ConfigError, match=r"2 rows of data do not fill one optimizer step of 6 "):
         resolve_steps(train, 2)
     assert resolve_steps(build(plain_tree).train, 1) == 6
 

@@ -181,6 +181,24 @@ def test_three_and_three_in_a_new_process_equal_six(place, train, straight, toke
     assert next_sample_ids(place / "halves", 3, tokens_file)[6:8] == ids[:2]
 
 
+def test_a_packed_run_goes_on_as_if_never_interrupted(place, train):
+    packed = ("--data.packing=first_fit", "--data.row_length=48", "--objective.anchors_per_document=2")
+    code, output = train("packed", *packed)
+    assert code == 0, output
+    assert "packed    12 documents into" in output
+    code, output = train("packed_halves", *packed, "--train.stop_at=3")
+    assert code == 0, output
+    code, output = train("packed_halves", *packed, "--resume", "auto")
+    assert code == 0, output
+    assert_same_end(place / "packed_halves", place / "packed")
+    # Four anchors a row and two a document: two documents share each row, none is left with fewer.
+    assert [line["sampled_anchors_abs"] for line in curve(place / "packed")] == [4.0] * 6
+    code, output = train("packed_halves", "--resume", "auto")
+    assert code == 1
+    assert "data.packing: checkpoint" in output
+    assert "data.length: checkpoint 48, this run 24" in output
+
+
 def test_sigterm_saves_and_can_be_continued(place, environment, train, straight):
     run_dir = place / "terminated"
     metrics = run_dir / "metrics.jsonl"

@@ -45,12 +45,14 @@ class DataConfig:
             tokenizer makes a token of it, as it does in a server; refuse = the row is left out. Neither moves a mask.
         max_length: tokens kept of a conversation in training; longer ones are cut at the end and counted.
             Says nothing about the lengths the draft can serve.
+        packing: none = one conversation a row; first_fit = as many as fit, see row_length (docs/data.md, "Packing").
+        row_length: tokens of a packed row; None = max_length.
         min_loss_tokens: a sample with fewer supervised tokens keeps its place with an all-zero mask.
         leading_assistant: what to do with assistant and tool turns before the first user turn: drop them
             (counted) or refuse the row.
         limit: read at most this many rows, from the start; None = all.
         shuffle: a new order every epoch; False = the order of the files.
-        seed: of that order.
+        seed: of that order, and of which conversations are packed together.
     """
 
     path: str
@@ -64,6 +66,8 @@ class DataConfig:
     history: Literal["fan_out", "one_row", "last_turn", "as_rendered"] = "fan_out"
     marker_text: Literal["as_served", "refuse"] = "as_served"
     max_length: int = 4096
+    packing: Literal["none", "first_fit"] = "none"
+    row_length: int | None = None
     min_loss_tokens: int = 14
     leading_assistant: Literal["drop", "refuse"] = "drop"
     limit: int | None = None
@@ -95,7 +99,20 @@ class DataConfig:
         except (TypeError, ValueError):
             require(False, "date", "give a day as YYYY-MM-DD")
         require(self.max_length >= 2, "max_length", "give at least 2: an anchor and one label")
+        require(self.packing in ("none", "first_fit"), "packing", "give none or first_fit")
+        if self.row_length is not None:
+            require(self.packing != "none", "row_length", "it has no effect without data.packing: first_fit")
+            require(
+                self.row_length >= self.max_length,
+                "row_length",
+                f"a row must hold the longest conversation: give at least data.max_length ({self.max_length})",
+            )
         require(self.min_loss_tokens >= 1, "min_loss_tokens", "give at least 1")
         require(self.leading_assistant in ("drop", "refuse"), "leading_assistant", "give drop or refuse")
         require(self.limit is None or self.limit >= 1, "limit", "give at least 1, or leave it out for all rows")
         require(0 <= self.seed < 2**32, "seed", "give a number from 0 to 2**32 - 1")
+
+    @property
+    def row_tokens(self) -> int:
+        """L: tokens of a row of a batch."""
+        return self.max_length if self.row_length is None else self.row_length

@@ -15,7 +15,7 @@ from .templates import TemplateError
 #: Raised whenever the same rows would give other ids or masks than before.
 RULES = 2
 # These change the order or the place of samples, never a sample; the template counts by its text.
-_NOT_PART = ("path", "shuffle", "seed", "verify_template", "template", "markers")
+_NOT_PART = ("path", "shuffle", "seed", "packing", "row_length", "verify_template", "template", "markers")
 
 
 def dataset_key(config: DataConfig, tokenizer: Any, vocab_size: int) -> str:
