@@ -161,6 +161,6 @@ class Adapter0516:
         tree.dec_lock_ref(handle.last_node)
 
     def stop(self) -> None:
-        """Destroy SGLang's process groups; the runner's memory goes with its last reference."""
-        self.runner = self._last = None
-        tear_down(owns_world=self._owns_world)
+        """Destroy SGLang's process groups and let go of weights and pools."""
+        runner, self.runner = self.runner, None
+        tear_down(runner, owns_world=self._owns_world)

@@ -157,6 +157,6 @@ class Adapter0523:
         handle.lock = None
 
     def stop(self) -> None:
-        """Destroy SGLang's process groups; the runner's memory goes with its last reference."""
-        self.runner = None
-        tear_down(owns_world=self._owns_world)
+        """Destroy SGLang's process groups and let go of weights and pools."""
+        runner, self.runner = self.runner, None
+        tear_down(runner, owns_world=self._owns_world)

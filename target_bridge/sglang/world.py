@@ -6,6 +6,7 @@ Nothing else of the bridge touches SGLang's globals or replaces anything in it.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,10 +102,11 @@ def tp_rank(tp_size: int) -> int:
     return torch.distributed.get_rank() % tp_size
 
 
-def tear_down(*, owns_world: bool) -> None:
+def tear_down(runner: Any, *, owns_world: bool) -> None:
     """Take down SGLang's process groups and globals, so that another engine may be built in this process.
 
     Args:
+        runner: the ModelRunner, or None if there never was one; of no use afterwards.
         owns_world: SGLang initialised torch.distributed; otherwise that stays as it is, for whoever did.
     """
     from sglang.srt.distributed import parallel_state
@@ -119,6 +121,13 @@ def tear_down(*, owns_world: bool) -> None:
             world.destroy()
     # Published once per process for mixtures of experts; a second one would be refused.
     set_global_expert_location_metadata(None, allow_overwrite=True)
+    # Methods of the runner stay registered in SGLang's globals, and with it weights and pools would stay. What an
+    # engine leaves behind on a GPU is missing when the next one measures what is free.
+    if runner is not None:
+        vars(runner).clear()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def world_exists() -> bool:

@@ -1,5 +1,7 @@
 """What the engine captures, held against Transformers run on each document alone."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -109,7 +111,11 @@ def test_states_outlive_the_engine(make_model, documents):
     with running(make_model("qwen3")) as target:
         captured = target.capture(documents)
         embedding, head = target.frozen_head()
+        runner = target.engine._adapter.runner
+        gone = [weakref.ref(thing) for thing in (runner.model, runner.token_to_kv_pool, runner.req_to_token_pool)]
+        del runner
         kept = [tensor.clone() for tensor in (*captured.context_hidden, *captured.last_hidden, embedding, head)]
+    assert [thing() for thing in gone] == [None, None, None], "a closed engine holds on to its memory"
     with running(make_model("llama")) as other:
         other.capture(documents)
         for tensor, truth in zip((*captured.context_hidden, *captured.last_hidden, embedding, head), kept):
