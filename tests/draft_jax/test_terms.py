@@ -9,14 +9,14 @@ import pytest
 
 from draft_jax.objective.metrics import acceptance
 from draft_jax.objective.reference import reference_row_losses, vocab_terms_reference
-from draft_jax.objective.terms import (
+from draft_jax.objective.row_terms import (
     one_pass_softmax,
     row_distances,
     row_gradient,
     softmax_of,
     two_pass_softmax,
-    vocab_terms,
 )
+from draft_jax.objective.terms import vocab_terms
 
 from .compare import assert_close
 
