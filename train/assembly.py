@@ -1,9 +1,10 @@
 """Putting a run together: target, data, mesh, compiled programs. Everything that is made once."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -18,6 +19,7 @@ from .config import ConfigError, RunConfig
 from .data.packing import pack
 from .data.pipeline import PreparedData, load_dataset
 from .data.rows import RowIterator
+from .distributed import World
 from .feeding import Feeder
 from .optimizer import make_optimizer, make_schedule
 from .plan import parameter_groups
@@ -26,6 +28,10 @@ from .resume import run_identity
 from .sharding import make_mesh, replicated
 from .state import TrainState, abstract_state, new_state
 from .step import Programs, StepOptions, compile_programs
+from .topology import Topology
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ def assemble(
     config: RunConfig,
     target: Target | None = None,
     check: Callable[[dict[str, Any]], None] = lambda identity: None,
+    world: World | None = None,
 ) -> Assembled:
     """Load, resolve and compile.
 
@@ -68,31 +75,39 @@ def assemble(
         config: the run.
         target: a loaded target instead of `config.target`.
         check: called with the run's identity before anything is compiled; may refuse it.
+        world: the processes of the run; None = this one alone. What fails on one is raised by all.
     """
-    platform, devices = runtime.start_jax(config)
-    target_config = read_target_config(config.target)
-    draft = resolve_draft(config, target_config)
+    world = world or World(Topology())
+    platform, devices = runtime.start_jax(config, world)
+    _check_division(config, len(devices))
+    target_config = world.attempt("reading the target's config", lambda: read_target_config(config.target))
+    draft = world.attempt("resolving the draft", lambda: resolve_draft(config, target_config))
     dtype = resolve_dtype(config.train.dtype, platform)
-    if target is None:
-        target = runtime.load_target(
-            config, draft.target_layer_ids, platform, resolve_dtype(config.target.dtype, platform)
-        )
+    given, target_dtype = target, resolve_dtype(config.target.dtype, platform)
+    target = world.attempt(
+        "loading the target",
+        lambda: given or runtime.load_target(config, draft.target_layer_ids, platform, target_dtype, world.topology),
+    )
     _check_target(config, draft, target.info)
     # Random weights say nothing: dummy ones are so small that all layers look alike.
     if config.target.bridge == "sglang" and config.target.probe and config.target.sglang.load_format != "dummy":
         probe.require(target, config, target_config)
     # Rows of ids need no tokenizer, and a target of random weights may have none.
     tokenizer = None if config.data.format == "tokens" else target.tokenizer
-    data = load_dataset(config.data, tokenizer, target.info.vocab_size)
-    print(data.summary.format(), flush=True)
+    vocab_size = target.info.vocab_size
+    data = world.attempt("reading the data", lambda: load_dataset(config.data, tokenizer, vocab_size))
+    say = print if world.is_first else _silent
+    say(data.summary.format(), flush=True)
     train = config.train
-    rows = _rows(config, data)
+    rows = _rows(config, data, world, say)
     total_steps = resolve_steps(train, rows.rows_per_epoch)
     stream = {name: value for name, value in rows.get_state().items() if name != "next_batch"}
     identity = run_identity(config, draft, stream)
-    check(identity)
+    world.agree("the draft and the data", identity)
+    world.attempt("comparing with the checkpoint", lambda: check(identity))
     mesh = make_mesh(devices, train.fsdp)
     embedding, head = target.frozen_head()
+    world.agree("the target's weights", {"embedding": _sample(embedding), "head": _sample(head)})
     frozen = handoff.frozen_to_jax(embedding, head, replicated(mesh))
     options = StepOptions(
         draft=draft,
@@ -109,8 +124,9 @@ def assemble(
         length=config.data.row_tokens,
         frozen=frozen,
         hidden_dtype=jnp.dtype(target.info.dtype),
+        agree=world.agree,
     )
-    _describe(draft, programs, total_steps, platform, dtype, options.attention)
+    say(_describe(draft, programs, total_steps, platform, dtype, options.attention, len(devices)), flush=True)
 
     def initial_state() -> TrainState:
         params = None
@@ -121,8 +137,11 @@ def assemble(
         return new_state(draft, options.optimizer, train.seed, mesh, params)
 
     def feeder() -> Feeder:
-        ring = _ring(config, draft, target)
-        return Feeder(rows, _cached(config, target), ring, mesh, sanitize=config.objective.sanitize)
+        ring = _ring(config, draft, target, world)
+        sanitize = config.objective.sanitize
+        if not coupled(config):
+            return Feeder(rows, _cached(config, target), ring, mesh, sanitize=sanitize)
+        return Feeder(rows, _cached(config, target), ring, mesh, sanitize=sanitize, attempt=world.attempt)
 
     return Assembled(
         draft=draft,
@@ -138,21 +157,46 @@ def assemble(
     )
 
 
+def coupled(config: RunConfig) -> bool:
+    """Whether the micro-steps of several processes exchange numbers; otherwise only their optimizer steps do."""
+    return config.train.fsdp > 1 or config.objective.normalization == "micro_step"
+
+
+def _silent(*text: str, flush: bool = False) -> None:
+    """Printing, on all processes but the first."""
+
+
+def _check_division(config: RunConfig, devices: int) -> None:
+    train = config.train
+    if train.batch_rows % devices:
+        raise ConfigError(
+            f"train.batch_rows is {train.batch_rows}; make it a multiple of the {devices} devices of all processes"
+        )
+    if devices % train.fsdp:
+        raise ConfigError(f"train.fsdp is {train.fsdp}; it must divide the {devices} devices of all processes")
+
+
+def _sample(weights: "torch.Tensor") -> str:
+    """Checksum of some values spread over a matrix: two revisions of a model differ in nearly all."""
+    flat = weights.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // 2**16)].float().cpu().numpy()
+    return f"{list(weights.shape)} {zlib.crc32(some.tobytes()):08x}"
+
+
 def _describe(
-    draft: DraftConfig, programs: Programs, total_steps: int, platform: str, dtype: str, attention: str
-) -> None:
+    draft: DraftConfig, programs: Programs, total_steps: int, platform: str, dtype: str, attention: str, devices: int
+) -> str:
     parameters = sum(parameter_groups(draft).values())
     temporary = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in programs.memory().items())
-    print(
-        f"{parameters:,} trainable parameters, {total_steps} optimizer steps, {dtype} on {platform},"
-        f" attention {attention};"
+    return (
+        f"{parameters:,} trainable parameters, {total_steps} optimizer steps, {dtype} on {devices} {platform}"
+        f"{' devices' if devices > 1 else ''}, attention {attention};"
         f" programs compiled in {programs.compile_seconds:.1f} s,"
-        f" their temporary memory: {temporary or 'not known'}",
-        flush=True,
+        f" their temporary memory: {temporary or 'not known'}"
     )
 
 
-def _rows(config: RunConfig, data: PreparedData) -> RowIterator:
+def _rows(config: RunConfig, data: PreparedData, world: World, say: Callable[..., None]) -> RowIterator:
     """The stream of rows, one conversation each or packed."""
     packed = None
     if config.data.packing == "first_fit":
@@ -163,7 +207,7 @@ def _rows(config: RunConfig, data: PreparedData) -> RowIterator:
             num_anchors=config.objective.num_anchors,
             per_document=config.objective.anchors_per_document,
         )
-        print(packing.describe(), flush=True)
+        say(packing.describe(), flush=True)
         packed = packing.rows
     return RowIterator(
         data.samples,
@@ -172,6 +216,7 @@ def _rows(config: RunConfig, data: PreparedData) -> RowIterator:
         seed=config.data.seed,
         shuffle=config.data.shuffle,
         packed=packed,
+        share=(world.rank, world.size),
     )
 
 
@@ -190,11 +235,11 @@ def _check_target(config: RunConfig, draft: DraftConfig, info: TargetInfo) -> No
             raise ConfigError(f"target {info.name}: {name} {theirs}, but the draft is made for {ours}")
 
 
-def _ring(config: RunConfig, draft: DraftConfig, target: Target) -> StagingRing:
+def _ring(config: RunConfig, draft: DraftConfig, target: Target, world: World) -> StagingRing:
     embedding, _ = target.frozen_head()
     return StagingRing(
         1,  # target and draft take turns: strict fences leave nothing for a second slot to do
-        config.train.batch_rows,
+        config.train.batch_rows // world.size,
         config.data.row_tokens,
         draft.num_taps * draft.hidden_size,
         draft.hidden_size,

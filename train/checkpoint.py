@@ -5,7 +5,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,16 +67,35 @@ def _missing_parts(path: Path) -> list[str]:
     return [part for part in _COMPLETE if not (path / part).exists()]
 
 
+def set_aside(folder: Path, steps: Iterable[int] | None = None, why: str = "") -> None:
+    """Rename checkpoints to `STEP.incomplete`, with a line saying so: orbax would take one of them for the latest.
+
+    Args:
+        folder: of the checkpoints.
+        steps: which; None = those that lack a part: something else's, or a damaged one.
+        why: for the line.
+    """
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not _is_step(entry):
+            continue
+        missing = _missing_parts(entry)
+        if (steps is None and not missing) or (steps is not None and int(entry.name) not in steps):
+            continue
+        aside = folder / f"{entry.name}.incomplete"
+        shutil.rmtree(aside, ignore_errors=True)
+        entry.rename(aside)
+        print(f"checkpoint {entry} {why or 'lacks ' + ', '.join(missing)}; set aside as {aside.name}", flush=True)
+
+
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run; with several processes each writes its part, and all call each method in one order.
 
     Saves run in the background: `save` returns once the state is copied to the host, the files appear under their
     final name only when complete, so a kill at any moment leaves the last complete one. `poll` raises the error of
     a background save as soon as it has happened.
 
     Args:
-        folder: made if absent. A numeric folder without all its parts (something else's, or a damaged one) is
-            renamed to `STEP.incomplete`, with a line saying so: orbax would take it for the latest.
+        folder: made if absent, on a file system all processes share. Incomplete ones are set aside, see `set_aside`.
         config: how many are kept, and what best means.
     """
 
@@ -84,12 +103,8 @@ class Checkpoints:
         folder = folder.absolute()  # orbax takes no relative path, and a later chdir must not move the checkpoints
         self.folder, self.config = folder, config
         folder.mkdir(parents=True, exist_ok=True)
-        for entry in folder.iterdir():
-            if _is_step(entry) and (missing := _missing_parts(entry)):
-                aside = folder / f"{entry.name}.incomplete"
-                shutil.rmtree(aside, ignore_errors=True)
-                entry.rename(aside)
-                print(f"checkpoint {entry} lacks {', '.join(missing)}; set aside as {aside.name}", flush=True)
+        if jax.process_index() == 0:
+            set_aside(folder)
         policies = ocp.training.preservation_policies
         self._checkpointer = ocp.training.Checkpointer(
             folder,

@@ -39,6 +39,7 @@ options:
   -h, --help           this text and every key
 
 SIGTERM or SIGINT saves a checkpoint of the last finished optimizer step and exits with 143 or 130.
+Several GPUs or hosts: `torchrun --nproc-per-node=8 -m train.cli train ...`, or srun; docs/multi_host.md.
 """
 
 _COMMANDS = {
@@ -83,15 +84,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(import_module(module), function)(rest) or 0)
     except KeyboardInterrupt:
         print(f"draft-jax {command}: interrupted", file=sys.stderr)
-        return 130
+        code = 130
     except Exception as error:
-        code = _exit_code(error)
-        if debug or code is None:
-            traceback.print_exc()
-            return 1
-        print(f"draft-jax {command}: {_message(error)}", file=sys.stderr)
-        print("(--debug shows where)", file=sys.stderr)
-        return code
+        code = _report(command, error, debug)
+    if "train.launch" in sys.modules:
+        sys.modules["train.launch"].leave_at_once(code)
+    return code
+
+
+def _report(command: str, error: Exception, debug: bool) -> int:
+    """Say what went wrong; returns the exit code."""
+    code = _exit_code(error)
+    if debug or code is None:
+        traceback.print_exc()
+        return 1
+    print(f"draft-jax {command}: {_message(error)}", file=sys.stderr)
+    print("(--debug shows where)", file=sys.stderr)
+    return code
 
 
 def train_main(argv: Sequence[str]) -> int:
@@ -105,17 +114,21 @@ def train_main(argv: Sequence[str]) -> int:
     path, overrides, plan = parse_train(argv)
     from .config_file import load_config
 
-    config = load_config(path, overrides)
     if plan:
+        config = load_config(path, overrides)
         from . import runtime
         from .plan import format_plan, make_plan
 
         platform, _ = runtime.start_jax(config)
         print(format_plan(config, make_plan(config, platform)))
         return 0
-    from .loop import run
+    from .launch import joined
 
-    return run(config).exit_code
+    with joined() as world:
+        config = world.attempt("reading the configuration", lambda: load_config(path, overrides))
+        from .loop import run
+
+        return run(config, world=world).exit_code
 
 
 def parse_train(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], bool]:

@@ -145,7 +145,7 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps of the whole run; exclusive with epochs.
         epochs: passes over the data instead; steps = floor(epochs * rows / (batch_rows * accumulation)).
-        batch_rows: rows [B] of one micro-step, over all devices.
+        batch_rows: rows [B] of one micro-step, over all devices of all processes.
         accumulation: micro-steps per optimizer step.
         stop_at: save and stop cleanly after this optimizer step, without changing the schedule (time slices).
         seed: parameters, anchors; the data order has data.seed.
@@ -153,9 +153,12 @@ class TrainConfig:
             and the gradient accumulator are float32 always.
         attention: auto = `triton` (draft_jax/attention/triton.py) on NVIDIA GPUs where dtype and head dim allow it,
             else `xla`; a name insists.
-        devices: local devices the batch axis is spread over.
-        fsdp: of these, how many share one copy of parameters, moments and accumulator.
+        devices: devices of each process; the batch axis is spread over those of all processes. With GPUs and several
+            processes (docs/multi_host.md) that is 1.
+        fsdp: of all devices, how many share one copy of parameters, moments and accumulator.
         memory_fraction: share of the accelerator's memory JAX reserves when it starts.
+        watchdog_seconds: end the process, saying where it is, when a phase of the loop takes longer; 0 = never. None =
+            1800 with several processes, never with one.
     """
 
     steps: int | None = None
@@ -169,6 +172,7 @@ class TrainConfig:
     devices: int = 1
     fsdp: int = 1
     memory_fraction: float = 0.5
+    watchdog_seconds: float | None = None
 
     def __post_init__(self):
         _require(
@@ -188,11 +192,14 @@ class TrainConfig:
             self.batch_rows,
             f"make it a multiple of train.devices ({self.devices})",
         )
-        _require(
-            self.devices % self.fsdp == 0, "train.fsdp", self.fsdp, f"it must divide train.devices ({self.devices})"
-        )
         _require(0 <= self.seed < 2**32, "train.seed", self.seed, "give an integer in [0, 2**32)")
         _require(0 < self.memory_fraction < 1, "train.memory_fraction", self.memory_fraction, "give 0 < share < 1")
+        _require(
+            self.watchdog_seconds is None or self.watchdog_seconds >= 0,
+            "train.watchdog_seconds",
+            self.watchdog_seconds,
+            "give 0 (never) or a number of seconds",
+        )
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,16 @@ _PACKAGES = ("draft-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", 
 #: Longest wait for another process at an agreement [s]. Loading a large target on one host may take minutes.
 TIMEOUT_SECONDS = 1800.0
 
+#: A process that JAX's coordinator has not heard of for so long [s] is taken for dead, and the others are ended.
+HEARTBEAT_SECONDS = 60
+
 
 class DistributedError(RuntimeError):
     """Processes that cannot work as one; the message names the hosts and what differs between them."""
+
+
+class PeerLostError(DistributedError):
+    """Another process has gone, or does not come: nothing that needs all of them can be done any more."""
 
 
 class World:
@@ -83,7 +90,7 @@ class World:
         """Every process's value, by rank; plain picklable values.
 
         Raises:
-            DistributedError: another process did not come.
+            PeerLostError: another process did not come.
         """
         if self.size == 1:
             return [value]
@@ -93,20 +100,55 @@ class World:
         try:
             dist.all_gather_object(values, value, group=self._group)
         except Exception as error:
-            raise DistributedError(
-                f"host {self.topology.host}, rank {self.rank}: waiting for the other processes at {what!r} ended:"
-                f" {str(error).splitlines()[0] if str(error) else type(error).__name__}. One of them has died or is"
-                " stuck; its own output says why"
-            ) from error
+            raise self._alone(what, error) from error
         return values
+
+    def _alone(self, what: str, error: Exception) -> PeerLostError:
+        return PeerLostError(
+            f"host {self.topology.host}, rank {self.rank}: waiting for the other processes at {what!r} ended:"
+            f" {str(error).splitlines()[0] if str(error) else type(error).__name__}. One of them has died or is"
+            " stuck; its own output says why"
+        )
+
+    @property
+    def who(self) -> str:
+        """This process in messages."""
+        return f"rank {self.rank} on host {self.topology.host or '(unnamed)'}"
+
+    def close(self) -> None:
+        """Leave the others, who are leaving too."""
+        if self._group is not None:
+            import torch.distributed as dist
+
+            self.barrier("the end of the run")
+            dist.destroy_process_group()
+            self._group = None
 
     def barrier(self, what: str) -> None:
         """Wait until every process is here."""
         self.gather(None, what)
 
+    def worst(self, level: int, what: str = "a level") -> int:
+        """The largest of all processes' numbers: one small all-reduce, which every optimizer step can afford.
+
+        Raises:
+            PeerLostError: another process did not come.
+        """
+        if self.size == 1:
+            return level
+        import torch
+        import torch.distributed as dist
+
+        number = torch.tensor([level], dtype=torch.int64)
+        try:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+        except Exception as error:
+            raise self._alone(what, error) from error
+        return int(number)
+
     def any(self, flag: bool, what: str = "a flag") -> bool:
         """Whether it is so on any process."""
-        return any(self.gather(bool(flag), what))
+        return self.worst(int(flag), what) > 0
 
     def first(self, value: T, what: str = "a value") -> T:
         """Rank 0's value."""
@@ -125,6 +167,8 @@ class World:
             result = action()
         except Exception as error:
             failure = error
+        if not self.any(failure is not None, what):
+            return result  # type: ignore[return-value]
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
         reports = self.gather((self.topology.host, told), what)
         if failure is not None:
@@ -132,9 +176,7 @@ class World:
         failed = [
             f"  rank {rank} on {host}: {message}" for rank, (host, message) in enumerate(reports) if message is not None
         ]
-        if failed:
-            raise DistributedError(f"{what} failed on another process:\n" + "\n".join(failed))
-        return result  # type: ignore[return-value]
+        raise DistributedError(f"{what} failed on another process:\n" + "\n".join(failed))
 
     def agree(self, what: str, value: Any) -> None:
         """Refuse to go on unless every process has the same value.
@@ -200,13 +242,16 @@ def start_jax(topology: Topology, timeout: float = 300.0) -> None:
         return
     import jax
 
+    if jax.distributed.is_initialized():
+        return
     try:
         jax.distributed.initialize(
             topology.coordinator,
             topology.world_size,
             topology.rank,
-            local_device_ids=None if jax.config.jax_platforms == "cpu" else [topology.local_rank],
+            local_device_ids=None if jax.config.values["jax_platforms"] == "cpu" else [topology.local_rank],
             initialization_timeout=int(timeout),
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except Exception as error:
         raise DistributedError(

@@ -1,7 +1,7 @@
 """From the next rows of the data to one batch on the devices: capture, stage, fence A, hand over."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,16 +29,27 @@ class Feeder:
         ring: staging slots of [B, L, M*D] and [B, L, D].
         mesh: rows go over all its devices.
         sanitize: False = states that are not finite are an error that names the sample.
+        attempt: runs the capture of a batch (`World.attempt`). With several processes whose micro-steps exchange
+            numbers, one that fails here must not leave the others waiting in theirs.
 
     Attributes:
         position: state of `rows` behind the last batch given.
         capture_seconds: wall time spent in the target and the staging so far.
     """
 
-    def __init__(self, rows: RowIterator, target: Target, ring: StagingRing, mesh: Mesh, *, sanitize: bool):
+    def __init__(
+        self,
+        rows: RowIterator,
+        target: Target,
+        ring: StagingRing,
+        mesh: Mesh,
+        *,
+        sanitize: bool,
+        attempt: Callable[[str, Callable[[], None]], None] = lambda what, action: action(),
+    ):
         self._rows, self._target, self._ring = rows, target, ring
         self._sharding = batch_sharding(mesh)
-        self._sanitize = sanitize
+        self._sanitize, self._attempt = sanitize, attempt
         self._ahead: HostBatch | None = None
         self.position = rows.get_state()
         self.capture_seconds = 0.0
@@ -62,7 +73,7 @@ class Feeder:
         self.position = self._rows.get_state()
         with self._ring.lease() as slot:
             begin = time.perf_counter()
-            self._fill(slot, host)
+            self._attempt("capturing the states of a micro-step", lambda: self._fill(slot, host))
             batch = handoff.to_batch(slot, host, self._sharding, vocab_size=self._target.info.vocab_size)
             self.capture_seconds += time.perf_counter() - begin
             yield host, batch, slot

@@ -11,9 +11,19 @@ import draccus
 
 from draft_jax.config import DraftConfig
 
-from .checkpoint import CHECKPOINTS, DRAFT_CONFIG, CheckpointError, Checkpoints, check_identity, read_saved
+from .checkpoint import (
+    CHECKPOINTS,
+    DRAFT_CONFIG,
+    CheckpointError,
+    check_identity,
+    complete_steps,
+    read_saved,
+    set_aside,
+)
 from .config import ConfigError, RunConfig
 from .config_file import dump
+from .distributed import World
+from .topology import Topology
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -42,13 +52,52 @@ def run_identity(config: RunConfig, draft: DraftConfig, stream: Mapping[str, Any
     return json.loads(json.dumps(facts))  # tuples as lists, as a checkpoint gives them back
 
 
-def find_start(config: RunConfig, run_dir: Path) -> int | None:
-    """Step of the checkpoint to continue from, or None to start.
+def find_start(config: RunConfig, run_dir: Path, world: World | None = None) -> int | None:
+    """Step of the checkpoint to continue from, or None to start; the same on all processes.
 
     Raises:
         ConfigError: the folder holds a run and `resume` is never, or holds none and it is must.
-        CheckpointError: there are checkpoints but none is complete: starting anew would replace them.
+        CheckpointError: there are checkpoints but none is complete everywhere: starting anew would replace them.
+        DistributedError: one of these on another process.
     """
+    world = world or World(Topology())
+    folder = run_dir / CHECKPOINTS
+    if config.resume != "never" and world.is_first:
+        set_aside(folder)
+    world.barrier("setting incomplete checkpoints aside")
+    steps = world.attempt("looking for a run to continue", lambda: _look(config, run_dir))
+    return _newest_everywhere(folder, steps, world)
+
+
+def _newest_everywhere(folder: Path, steps: list[int], world: World) -> int | None:
+    """The newest checkpoint that all processes see complete. Newer ones that only some see are set aside, loudly."""
+    found = world.gather((world.topology.host, steps), "complete checkpoints")
+    seen = {step for _, theirs in found for step in theirs}
+    common = seen.intersection(*(theirs for _, theirs in found))
+    start = max(common, default=None)
+    newer = {step for step in seen if start is None or step > start}
+    if not newer:
+        return start
+    lines = "\n".join(
+        f"  rank {rank} on {host}: {', '.join(map(str, theirs)) or 'none'}" for rank, (host, theirs) in enumerate(found)
+    )
+    if start is None:
+        raise CheckpointError(
+            f"the processes see no common complete checkpoint in {folder}:\n{lines}\nIs it one folder for all hosts?"
+        )
+    if world.is_first:
+        print(
+            f"WARNING: the processes do not see the same complete checkpoints in {folder}:\n{lines}\nAll continue from"
+            f" step {start}, the newest that is complete everywhere; {max(newer) - start} step(s) are done again",
+            flush=True,
+        )
+        set_aside(folder, newer, "is not complete on every process")
+    world.barrier("setting checkpoints aside")
+    return start
+
+
+def _look(config: RunConfig, run_dir: Path) -> list[int]:
+    """Steps of the complete checkpoints that `resume` allows to continue from."""
     used = [name for name in (CONFIG, METRICS, CHECKPOINTS) if (run_dir / name).exists()]
     if config.resume == "never":
         if used:
@@ -56,14 +105,10 @@ def find_start(config: RunConfig, run_dir: Path) -> int | None:
                 f"run_dir {run_dir} already holds a run ({', '.join(used)}); continue it with --resume auto or give"
                 " another run_dir"
             )
-        return None
+        return []
     folder = run_dir / CHECKPOINTS
-    checkpoints = Checkpoints(folder, config.checkpoint) if folder.is_dir() else None
-    steps = checkpoints.steps() if checkpoints else []
-    if checkpoints:
-        checkpoints.close()
-    if steps:
-        return steps[-1]
+    if steps := complete_steps(folder):
+        return steps
     damaged = sorted(entry.name for entry in folder.glob("*.incomplete")) if folder.is_dir() else []
     if damaged:
         raise CheckpointError(
@@ -71,7 +116,7 @@ def find_start(config: RunConfig, run_dir: Path) -> int | None:
         )
     if config.resume == "must":
         raise ConfigError(f"resume is 'must', but {folder} holds no checkpoint; give --resume auto to start")
-    return None
+    return []
 
 
 def check_same_run(config: RunConfig, identity: Mapping[str, Any], folder: Path, step: int) -> list[str]:
@@ -82,7 +127,7 @@ def check_same_run(config: RunConfig, identity: Mapping[str, Any], folder: Path,
     """
     saved = read_saved(folder, step)
     check_identity(saved, identity, folder)
-    before, now = _flat(saved.settings), _flat(settings_of(config))
+    before, now = flat(saved.settings), flat(settings_of(config))
     ignored = ("resume", "run_dir", "train.stop_at")
     return [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
@@ -96,14 +141,15 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(draccus.encode(config)))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested plain values by dotted key."""
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            values |= flat(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
-    return flat
+            values[prefix + key] = value
+    return values
 
 
 def write_run_files(config: RunConfig, draft: DraftConfig, run_dir: Path) -> None:

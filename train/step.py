@@ -6,6 +6,7 @@ any donated buffer is consumed; they can not recompile.
 
 import dataclasses
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,6 +218,7 @@ def compile_programs(
     length: int,
     frozen: FrozenHead,
     hidden_dtype: Any,
+    agree: Callable[[str, Any], None] = lambda what, value: None,
 ) -> Programs:
     """Compile the programs for one batch shape.
 
@@ -227,9 +229,15 @@ def compile_programs(
         length: [L] tokens of a row.
         frozen: embedding and LM head, arrays or shapes with shardings.
         hidden_dtype: dtype of the captured states.
+        agree: refuses checksums of the lowered programs that are not those of all processes (`World.agree`). Processes
+            that compile different programs wait for each other without end (jax_conventions 2.6).
     """
     begin = time.perf_counter()
     lowered, batch = lower_programs(options, mesh, rows=rows, length=length, frozen=frozen, hidden_dtype=hidden_dtype)
+    agree(
+        "the lowered programs (CRC-32)",
+        {name: f"{zlib.crc32(program.as_text().encode()):08x}" for name, program in lowered.items()},
+    )
     compiler_options = dict(options.compiler_options)
     compiled = {name: program.compile(compiler_options) for name, program in lowered.items()}
     return Programs(**compiled, batch=batch, compile_seconds=time.perf_counter() - begin)

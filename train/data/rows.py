@@ -33,7 +33,7 @@ class HostBatch:
         input_ids, loss_mask, positions, document_start: int32 [B, L].
         documents: in order of row and offset.
         sample_ids: of those documents.
-        epoch: of the first row, counted from 0.
+        epoch: of the first row of all processes' batch, counted from 0.
     """
 
     input_ids: np.ndarray
@@ -91,7 +91,12 @@ def fill_rows(rows: Sequence[Sequence[Sample]], batch_rows: int, length: int, ep
 
 
 def fingerprint(samples: Sequence[Sample]) -> str:
-    """A hash of everything a dataset trains on: ids, tokens and masks of all samples, in order."""
+    """A hash of everything a dataset trains on: ids, tokens and masks of all samples, in order.
+
+    Prepared samples bring it along.
+    """
+    if stored := getattr(samples, "fingerprint", ""):
+        return stored
     digest = hashlib.sha256()
     for sample in samples:
         name = sample.id.encode("utf-8", "surrogatepass")
@@ -125,6 +130,7 @@ class RowIterator(Iterator[HostBatch]):
         shuffle: bool = True,
         epochs: int | None = None,
         packed: Sequence[Sequence[int]] | None = None,
+        share: tuple[int, int] = (0, 1),
     ):
         """Lays out the order; nothing is read before the first batch.
 
@@ -136,6 +142,8 @@ class RowIterator(Iterator[HostBatch]):
             shuffle: a new order every epoch; False = the order of `samples`.
             epochs: stop after so many passes; None = never.
             packed: indices of the samples of each row (`packing.Packing.rows`); None = every sample has its own.
+            share: (i, n): give rows i*B/n .. (i+1)*B/n - 1 of every batch, those of process i of n. No part of the
+                position: a run goes on with another number of processes.
 
         Raises:
             ValueError: one of them cannot be meant.
@@ -149,6 +157,8 @@ class RowIterator(Iterator[HostBatch]):
                 raise ValueError(f"{name} is {value}; give at least 1")
         if not samples:
             raise ValueError("there are no samples to make rows of")
+        if batch_rows % share[1]:
+            raise ValueError(f"batch_rows is {batch_rows}; it must be a multiple of the {share[1]} processes")
         longest = max(samples, key=lambda sample: len(sample.input_ids))
         if len(longest.input_ids) > length:
             raise ValueError(
@@ -158,6 +168,8 @@ class RowIterator(Iterator[HostBatch]):
         self._samples = samples
         self._rows: Sequence[Sequence[int]] = packed or [(i,) for i in range(len(samples))]
         self._batch_rows = batch_rows
+        self._own_rows = batch_rows // share[1]
+        self._first_row = share[0] * self._own_rows
         self._length = length
         # What a position in the stream means; a saved one is refused where any of this differs.
         self._identity: dict[str, Any] = {
@@ -196,10 +208,11 @@ class RowIterator(Iterator[HostBatch]):
     def __next__(self) -> HostBatch:
         if self._total is not None and self._next >= self._total:
             raise StopIteration
-        rows = [[self._samples[i] for i in self._rows[row]] for row in self._batches[self._next]]
+        dealt = self._batches[self._next][self._first_row : self._first_row + self._own_rows]
+        rows = [[self._samples[i] for i in self._rows[row]] for row in dealt]
         epoch = self._next * self._batch_rows // len(self._rows)
         self._next += 1
-        return fill_rows(rows, self._batch_rows, self._length, epoch)
+        return fill_rows(rows, self._own_rows, self._length, epoch)
 
     def get_state(self) -> dict[str, Any]:
         """The position as a JSON-able dict: another iterator over the same data can go on from it."""
