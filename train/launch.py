@@ -35,7 +35,11 @@ def joined() -> Iterator[World]:
     After an error the process must end by `leave_at_once`: the usual way out waits for processes that may be gone.
     """
     global _joined
-    world = _joined = World(Topology.from_environment())
+    topology = Topology.from_environment()
+    if topology.world_size > 1:
+        # JAX's and torch's collectives then launch in the order in which the host asked for them (NCCL 2.26).
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    world = _joined = World(topology)
     yield world
     world.close()
     stop_jax(world.topology)

@@ -32,6 +32,8 @@ from .watchdog import Watchdog
 _COMPARE_EVERY = 100
 #: `train.watchdog_seconds` of several processes where it is not given.
 _WATCHDOG_SECONDS = 1800.0
+#: With several processes a signal may come twice, from the batch system and from the launcher, shortly after.
+_PATIENCE_SECONDS = 30.0
 #: How a process comes to the agreement before an optimizer step; the worst of all decides.
 _READY, _STOPPING, _LEFT, _FAILED = range(4)
 
@@ -106,7 +108,7 @@ def run(config: RunConfig, *, target: Any = None, world: World | None = None) ->
                 evaluation = world.attempt("reading evaluation prompts", lambda: _evaluation(config, parts, world))
             loop = Loop(config, parts, state, start or 0, checkpoints, tracker, compiles, evaluation, world)
             try:
-                with StopRequest() as stop:
+                with StopRequest(_PATIENCE_SECONDS if world.size > 1 else 0.0) as stop:
                     result = loop.run(stop)
             finally:
                 tracker.finish()

@@ -1,7 +1,9 @@
 """Asking a run to stop: SIGTERM and SIGINT save and exit instead of losing the work."""
 
+import os
 import signal
 import sys
+import time
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -13,10 +15,15 @@ class StopRequest:
 
     A second signal of the same kind acts as if nothing were installed: a run that hangs can still be ended. Signal
     handlers belong to the main thread; elsewhere nothing is installed and `signal` stays None.
+
+    Args:
+        patience: ignore further signals for so long [s]. A batch system signals the launcher and its processes, and
+            the launcher then signals its processes once more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.0) -> None:
         self.signal: int | None = None
+        self._patience, self._until = patience, 0.0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -34,8 +41,16 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        signal.signal(number, self._previous[number])  # type: ignore[arg-type]
+        now = time.monotonic()
+        if self.signal is not None and now < self._until:
+            return
+        if self.signal == number:
+            signal.signal(number, self._previous[number])  # type: ignore[arg-type]
+            os.kill(os.getpid(), number)
+            return
+        self.signal, self._until = number, now + self._patience
+        if not self._patience:
+            signal.signal(number, self._previous[number])  # type: ignore[arg-type]
         name = signal.Signals(number).name
         print(f"{name}: saving and stopping at the last finished optimizer step", file=sys.stderr, flush=True)
 
