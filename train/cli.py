@@ -17,6 +17,7 @@ commands:
   compare      evaluations side by side: which differences are more than noise
   calibrate    fit the confidence head's temperatures (sts.json) to an evaluation
   report       one HTML page of a run, or of several drafts' evaluations
+  regenerate   conversations answered anew by the target, through its servers
   tasks        files of the public evaluation tasks, from their sources
   export       write a run's draft as the folder SGLang serves
   probe        check what a target hands out, before training on it
@@ -48,6 +49,7 @@ _COMMANDS = {
     "compare": ("train.evaluate.compare", "main"),
     "calibrate": ("train.evaluate.calibrate", "main"),
     "report": ("train.report.command", "main"),
+    "regenerate": ("train.regenerate.command", "main"),
     "tasks": ("train.evaluate.tasks_command", "main"),
     "export": ("train.export", "main"),
     "probe": ("train.probe", "main"),

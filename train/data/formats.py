@@ -36,7 +36,7 @@ class Conversation:
 
     Attributes:
         id: the row's own id, or its place.
-        messages: in normal form; holds a user and an assistant turn.
+        messages: in normal form; holds a user turn and, unless asked for otherwise, an assistant turn.
         tools: JSON schemas offered to the model, or None.
         leading_dropped: assistant and tool turns that stood before the first user turn and were dropped.
     """
@@ -73,6 +73,7 @@ def parse_row(
     *,
     row_format: str = "auto",
     leading_assistant: str = "drop",
+    unanswered: bool = False,
     vocab_size: int,
 ) -> Conversation | PlainText | TokenRow:
     """Reads one record.
@@ -82,6 +83,7 @@ def parse_row(
             other rows have with nulls, inside tool arguments and schemas too, and cannot tell them from nulls that
             were meant; they are left out there.
         row_format, leading_assistant: see DataConfig.
+        unanswered: take conversations without an assistant turn, for those who will answer them.
         vocab_size: ids of a pre-tokenised row must be below it.
 
     Raises:
@@ -119,7 +121,7 @@ def parse_row(
     messages, dropped = _from_first_user(messages)
     if dropped and leading_assistant == "refuse":
         raise RowRefused("assistant turn before the first user turn", f"{dropped} such turns")
-    if not any(message["role"] == "assistant" for message in messages):
+    if not unanswered and not any(message["role"] == "assistant" for message in messages):
         raise RowRefused("no assistant turn", f"after {dropped} leading turns were dropped" if dropped else "")
     return Conversation(name, place, messages, _tools(row.get("tools")), dropped)
 
