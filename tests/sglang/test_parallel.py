@@ -30,7 +30,7 @@ def run_ranks(world: int, tp: int, page_size: int, folder, documents: list[list[
             subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         )
     try:
-        said = [process.communicate(timeout=420)[0].decode() for process in ranks]
+        said = [process.communicate(timeout=900)[0].decode() for process in ranks]
     finally:
         for process in ranks:
             process.kill()
