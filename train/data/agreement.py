@@ -284,12 +284,13 @@ class Agreement:
                 f"{list(input_ids[i : i + 8])} against {list(expected[i : i + 8])}"
             )
 
-    def describe(self) -> str:
-        """One line for the summary."""
+    def describe(self, texts: int | None = None, ids: int | None = None) -> str:
+        """One line for the summary; the numbers are those of this object, or given: of several workers together."""
+        texts, ids = self.texts if texts is None else texts, self.ids if ids is None else ids
         name = self.template.name
         if self.template.family:
             name += f" (turns by the special tokens of {self.template.family.name})"
         if not self._own.exists():
             return f"{name} (the tokenizer has none of its own to compare with)"
-        ids = "ids on every row" if self._every_id else "ids on one row of each kind"
-        return f"{name} (text equal to the tokenizer's own on {self.texts:,} rows, {ids}, {self.ids:,})"
+        which = "ids on every row" if self._every_id else "ids on one row of each kind"
+        return f"{name} (text equal to the tokenizer's own on {texts:,} rows, {which}, {ids:,})"

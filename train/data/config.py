@@ -20,7 +20,7 @@ class DataConfig:
     Attributes:
         path: a .jsonl, .jsonl.gz or .parquet file, a folder of them (searched in depth, read in sorted order), or
             hf://NAME for what the datasets library loads, streamed: hf://owner/name, with ?split=train (the default),
-            &name=CONFIG and &revision=COMMIT behind it where needed.
+            &name=CONFIG and &revision=COMMIT behind it where needed; or a folder made by draft-jax prepare.
         format: of a row. auto = by its keys: `messages` (OpenAI), `conversations` (ShareGPT), `input_ids`
             (ids with their mask), `text` (plain text). A named format refuses rows of another one.
         template: how a conversation becomes text. auto = the tokenizer's own template if it marks what the
@@ -48,6 +48,13 @@ class DataConfig:
         packing: none = one conversation a row; first_fit = as many as fit, see row_length (docs/data.md, "Packing").
         row_length: tokens of a packed row; None = max_length.
         min_loss_tokens: a sample with fewer supervised tokens keeps its place with an all-zero mask.
+        duplicates: samples with the same ids and mask as an earlier one: keep them (counted) or drop them.
+        sample_share: read about this share of the rows, chosen by content: the same rows in whatever files, order and
+            process they come.
+        sample_seed: another choice of rows for another seed.
+        min_retention: least share of the rows read, dropped duplicates aside, that must be left to learn from; below it the
+            run stops and says what cost most.
+        prepared: folder in which draft-jax prepare leaves its results and training looks for one that fits.
         leading_assistant: what to do with assistant and tool turns before the first user turn: drop them
             (counted) or refuse the row.
         limit: read at most this many rows, from the start; None = all.
@@ -69,6 +76,11 @@ class DataConfig:
     packing: Literal["none", "first_fit"] = "none"
     row_length: int | None = None
     min_loss_tokens: int = 14
+    duplicates: Literal["keep", "drop"] = "keep"
+    sample_share: float = 1.0
+    sample_seed: int = 0
+    min_retention: float = 0.9
+    prepared: str = "prepared"
     leading_assistant: Literal["drop", "refuse"] = "drop"
     limit: int | None = None
     shuffle: bool = True
@@ -108,6 +120,11 @@ class DataConfig:
                 f"a row must hold the longest conversation: give at least data.max_length ({self.max_length})",
             )
         require(self.min_loss_tokens >= 1, "min_loss_tokens", "give at least 1")
+        require(self.duplicates in ("keep", "drop"), "duplicates", "give keep or drop")
+        require(0 < self.sample_share <= 1, "sample_share", "give a share above 0, up to 1")
+        require(0 <= self.sample_seed < 2**32, "sample_seed", "give a number from 0 to 2**32 - 1")
+        require(0 <= self.min_retention <= 1, "min_retention", "give a share from 0 to 1")
+        require(bool(self.prepared), "prepared", "give the name of a folder")
         require(self.leading_assistant in ("drop", "refuse"), "leading_assistant", "give drop or refuse")
         require(self.limit is None or self.limit >= 1, "limit", "give at least 1, or leave it out for all rows")
         require(0 <= self.seed < 2**32, "seed", "give a number from 0 to 2**32 - 1")

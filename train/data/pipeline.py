@@ -1,21 +1,24 @@
 """The whole way from files to samples, with its account."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from .chunks import ChunkReader, Collector
 from .config import DataConfig
 from .files import Place
-from .row_reader import ReadRow, RowReader, account_for
+from .retention import require_retention
 from .rows import HostBatch, RowDocument, RowIterator
-from .samples import Sample, make_sample
-from .sources import open_source
+from .samples import Sample
+from .sources import Record, open_source
 from .summary import DataError, Summary
 
 __all__ = ["HostBatch", "PreparedData", "RowDocument", "RowIterator", "Sample", "load_dataset", "stream_samples"]
 
-_BATCH = 256  # records tokenised at a time
+CHUNK_ROWS = 256  # records read at a time
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,46 @@ class PreparedData:
     summary: Summary
 
 
-def stream_samples(config: DataConfig, tokenizer: Any, vocab_size: int, summary: Summary) -> Iterator[Sample]:
-    """Reads, renders, tokenises, masks and judges record after record; memory does not grow with the data.
+def read_records(config: DataConfig, summary: Summary) -> Iterator[tuple[Place, Record] | None]:
+    """The records of a dataset that take part, and None for each that was not sampled.
 
-    Sample ids are those of the data, so one that occurs twice there occurs twice here.
+    Args:
+        config: what to read.
+        summary: told of files that no reader exists for.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    source = open_source(config.path)
+    for name in source.ignored:
+        summary.note("files of other kinds, not read", name)
+    for place, record in islice(source.records(), config.limit):
+        yield (place, record) if is_sampled(record, config.sample_share, config.sample_seed) else None
+
+
+def is_sampled(record: Record, share: float, seed: int) -> bool:
+    """Whether a record is among the chosen ones: decided by its content and the seed alone."""
+    if share >= 1:
+        return True
+    data = record if isinstance(record, bytes) else json.dumps(record, sort_keys=True, default=str).encode()
+    digest = hashlib.blake2b(data.strip(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+def chunks_of(
+    records: Iterator[tuple[Place, Record] | None], size: int = CHUNK_ROWS
+) -> Iterator[tuple[list[tuple[Place, Record]], int]]:
+    """Runs of `size` records: those that take part, and how many do not."""
+    while batch := list(islice(records, size)):
+        chosen = [item for item in batch if item is not None]
+        yield chosen, len(batch) - len(chosen)
+
+
+def stream_samples(config: DataConfig, tokenizer: Any, vocab_size: int, summary: Summary) -> Iterator[Sample]:
+    """Reads, renders, tokenises, masks and judges record after record.
+
+    Memory does not grow with the data but for two hashes a sample, by which duplicates and ids that occur twice are
+    found.
 
     Args:
         config: what to read and how.
@@ -41,41 +80,18 @@ def stream_samples(config: DataConfig, tokenizer: Any, vocab_size: int, summary:
         DataError: a file cannot be read.
         TemplateError: the chat template is unfit, see `choose_template` and `Agreement`.
     """
-    for _, sample in _placed_samples(config, tokenizer, vocab_size, summary):
-        yield sample
-
-
-def _placed_samples(
-    config: DataConfig, tokenizer: Any, vocab_size: int, summary: Summary
-) -> Iterator[tuple[Place, Sample]]:
-    source = open_source(config.path)
-    for name in source.ignored:
-        summary.note("files of other kinds, not read", name)
-    reader = RowReader(config, tokenizer, vocab_size)
-    records = islice(source.records(), config.limit)
-    while batch := list(islice(records, _BATCH)):
-        for row in reader.read(batch):
-            account_for(row, summary)
-            for sample in _judged(row, config, summary):
-                yield row.place, sample
-        summary.template = reader.describe_template()
-
-
-def _judged(row: ReadRow, config: DataConfig, summary: Summary) -> Iterator[Sample]:
-    for encoded in row.rows:
-        judged = make_sample(
-            row.row_id(encoded),
-            encoded.input_ids,
-            encoded.loss_mask,
-            max_length=config.max_length,
-            min_loss_tokens=config.min_loss_tokens,
-        )
-        summary.count_sample(judged, str(row.place), len(encoded.input_ids))
-        yield judged.sample
+    reader = ChunkReader(config, tokenizer, vocab_size)
+    collector = Collector(config, summary)
+    for records, left_out in chunks_of(read_records(config, summary)):
+        summary.not_sampled += left_out
+        for item in collector.add(reader.read(records)):
+            yield item.judged.sample
+        if collector.rendered:
+            summary.template = reader.describe_template(collector.texts, collector.ids)
 
 
 def load_dataset(config: DataConfig, tokenizer: Any, vocab_size: int) -> PreparedData:
-    """Reads a whole dataset into memory.
+    """A whole dataset: mapped from what `draft-jax prepare` made of it, if that is there, else read into memory.
 
     The result depends on the files' names and content, the tokenizer and the options only, so every process
     of a run may call it for itself.
@@ -84,28 +100,36 @@ def load_dataset(config: DataConfig, tokenizer: Any, vocab_size: int) -> Prepare
         config, tokenizer, vocab_size: see `stream_samples`.
 
     Raises:
-        DataError: there is nothing to train on (the message holds the account), or a file cannot be read.
+        DataError: there is nothing to train on or less than data.min_retention (the message holds the account), a
+            file cannot be read, or a prepared folder was made with other options.
         TemplateError: the chat template is unfit, see `choose_template` and `Agreement`.
     """
+    from .prepared import find_prepared, open_prepared
+
+    folder = find_prepared(config, tokenizer, vocab_size)
+    if folder is not None:
+        prepared = open_prepared(folder)
+        check_account(config, prepared.summary)
+        return PreparedData(prepared.samples, prepared.summary)
     summary = Summary(source=config.path)
-    samples: list[Sample] = []
-    seen: set[str] = set()
-    for place, sample in _placed_samples(config, tokenizer, vocab_size, summary):
-        samples.append(_unique(sample, place, seen, summary))
+    samples = list(stream_samples(config, tokenizer, vocab_size, summary))
+    check_account(config, summary)
+    return PreparedData(samples, summary)
+
+
+def check_account(config: DataConfig, summary: Summary) -> None:
+    """Refuses a dataset that leaves nothing, or less than was asked for, to learn from.
+
+    Raises:
+        DataError: with the account.
+    """
     if summary.rows == 0:
+        if summary.not_sampled:
+            raise DataError(f"none of the {summary.not_sampled:,} rows of {config.path} was sampled; raise the share")
         raise DataError(f"data.path {config.path} holds no rows; empty: {', '.join(open_source(config.path).parts)}")
     if summary.kept == 0:
         raise DataError(
             f"nothing to train on in {config.path}: every row was refused or has too few supervised tokens\n"
             + summary.format()
         )
-    return PreparedData(samples, summary)
-
-
-def _unique(sample: Sample, place: Place, seen: set[str], summary: Summary) -> Sample:
-    """The sample under an id of its own: one that was seen before gets its place added."""
-    if sample.id in seen:
-        summary.note("ids that occur twice, made unique", f"{place}, id {sample.id}")
-        sample = Sample(f"{sample.id}@{place}", sample.input_ids, sample.loss_mask)
-    seen.add(sample.id)
-    return sample
+    require_retention(summary, config.min_retention)

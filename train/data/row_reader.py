@@ -116,13 +116,22 @@ class RowReader:
             )
         return self._encoder
 
-    def describe_template(self) -> str:
-        """One line for the summary: which template, and how it was checked."""
-        if self._encoder is None:
-            return "none needed"
+    @property
+    def rendered(self) -> bool:
+        """Whether a conversation was rendered with a chat template."""
+        return self._encoder is not None
+
+    @property
+    def compared(self) -> tuple[int, int]:
+        """Rows compared with the tokenizer's own template so far, by text and by ids."""
+        return (self._agreement.texts, self._agreement.ids) if self._agreement is not None else (0, 0)
+
+    def describe_template(self, texts: int, ids: int) -> str:
+        """One line for the summary: which template, and on how many rows it was checked, by text and by ids."""
+        self._get_encoder()
         if self._agreement is None:
             return f"{self._template_name} (not compared with the tokenizer's own: data.verify_template=false)"
-        return self._agreement.describe()
+        return self._agreement.describe(texts, ids)
 
 
 def account_for(row: ReadRow, summary: Summary) -> None:

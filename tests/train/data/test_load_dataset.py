@@ -26,7 +26,9 @@ T01_TOKENS = {"input_ids": T01_IDS, "loss_mask": [0] * 10 + [1, 1, 1, 0]}
 @pytest.fixture
 def load(toy_tokenizer, toy_template_file):
     def run(path, tokenizer=toy_tokenizer, vocab_size=31, **options):
-        config = DataConfig(str(path), **{"template": toy_template_file, "min_loss_tokens": 1, **options})
+        config = DataConfig(
+            str(path), **{"template": toy_template_file, "min_loss_tokens": 1, "min_retention": 0.0, **options}
+        )
         return load_dataset(config, tokenizer, vocab_size)
 
     return run
@@ -243,7 +245,7 @@ def test_a_reader_reads_any_part_in_any_order(write_rows, toy_tokenizer, toy_tem
     from train.data.sources import open_source
 
     rows = [T01, T01_TOKENS, b"{", {"text": "a b"}, {**T01, "id": "x"}, {"messages": []}] * 3
-    config = DataConfig(write_rows(rows), template=toy_template_file, min_loss_tokens=1)
+    config = DataConfig(write_rows(rows), template=toy_template_file, min_loss_tokens=1, min_retention=0.0)
     records = list(open_source(config.path).records())
 
     def told(row):

@@ -114,7 +114,9 @@ def test_plain_text(write_rows):
 
 def test_plain_text_masks(make_toy_tokenizer, write_rows):
     """Every token is supervised but the one the tokenizer puts in front."""
-    config = DataConfig(write_rows([{"text": "a b c"}, {"text": ""}, {"text": "p"}]), min_loss_tokens=1)
+    config = DataConfig(
+        write_rows([{"text": "a b c"}, {"text": ""}, {"text": "p"}]), min_loss_tokens=1, min_retention=0.0
+    )
     for bos, ids, mask in ((True, [1, 15, 16, 17], [0, 1, 1, 1]), (False, [15, 16, 17], [1, 1, 1])):
         data = load_dataset(config, make_toy_tokenizer(bos=bos), 30)  # a tokenizer without any template
         assert (data.samples[0].input_ids.tolist(), data.samples[0].loss_mask.tolist()) == (ids, mask)
