@@ -214,17 +214,22 @@ def _evaluate(
 
     _, params, _ = load_folder(exported)
     results = {}
+    # The trained draft first: who has to stop early has seen the number that counts.
     for name, weights, asked in (
-        ("untrained", None, prompts[:baseline_limit]),
         ("trained", params, prompts),
+        ("untrained", None, prompts[:baseline_limit]),
     ):
         # Plain decoding is the same for both: it is measured once.
         options = replace(config.eval, plain=weights is not None)
         begin = time.perf_counter()
         results[name] = evaluate(target, draft, weights, None, asked, options, _progress(name))
-        print(f"\rEvaluated the {name} draft in {time.perf_counter() - begin:.0f} s" + " " * 30, flush=True)
         if results[name].error:
             raise QuickstartError(f"evaluation of the {name} draft: {results[name].error}")
+        print(
+            f"\rEvaluated the {name} draft on {len(asked)} prompts in {time.perf_counter() - begin:.0f} s: accept"
+            f" length {results[name].accept_length:.3f}" + " " * 20,
+            flush=True,
+        )
     return results
 
 
