@@ -157,6 +157,8 @@ class TrainConfig:
             processes (docs/multi_host.md) that is 1.
         fsdp: of all devices, how many share one copy of parameters, moments and accumulator.
         memory_fraction: share of the accelerator's memory JAX reserves when it starts.
+        on_collapse: when a draft that had learned loses it within a few steps (train/collapse.py): ignore, warn, or
+            stop = end the run with what kind of collapse it is and which checkpoints are good.
         watchdog_seconds: end the process, saying where it is, when a phase of the loop takes longer; 0 = never. None =
             1800 with several processes, never with one.
     """
@@ -172,6 +174,7 @@ class TrainConfig:
     devices: int = 1
     fsdp: int = 1
     memory_fraction: float = 0.5
+    on_collapse: Literal["ignore", "warn", "stop"] = "warn"
     watchdog_seconds: float | None = None
 
     def __post_init__(self):

@@ -14,9 +14,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from draft_jax.objective.metrics import finalize
+
 from . import assembly, launch, resume
 from .assembly import Assembled
 from .checkpoint import CHECKPOINTS, Checkpoints, Saved
+from .collapse import CollapseError, CollapseGuard, Step
 from .config import RunConfig
 from .distributed import PeerLostError, World
 from .evaluate.in_loop import InLoopEvaluation
@@ -190,6 +193,7 @@ class Loop:
         self._clock = time.perf_counter()
         self._saved_step = start if start else -1
         self._warned: set[str] = set()
+        self._guard = CollapseGuard()
         self._evaluation = evaluation
         self._evaluated: dict[str, float] = {}  # of the last evaluation
         self._unlogged: dict[str, float] = {}
@@ -331,8 +335,22 @@ class Loop:
         for meter in (self._since_log, self._since_save):
             meter.add(sums, values)
         self._throughput.add(pending.throughput)
+        self._look_for_collapse(pending.step, sums, values)
         if pending.step % self.config.logging.every == 0 or pending.step == self.parts.total_steps:
             self._log(pending.step, {"epoch": pending.epoch})
+
+    def _look_for_collapse(self, step: int, sums: Mapping[str, Any], values: Mapping[str, float]) -> None:
+        action = self.config.train.on_collapse
+        if action == "ignore" or values.get("skipped_updates"):
+            return
+        metrics = finalize(sums, self.config.objective)
+        message = self._guard.add(Step(step, metrics["loss"], metrics["tau_probabilistic"], values["grad_norm"]))
+        if message is None:
+            return
+        if action == "stop":
+            raise CollapseError(message)
+        if self.world.is_first:
+            tell(f"WARNING step {step}: {message}")
 
     def _log(self, step: int, facts: Mapping[str, Any]) -> None:
         metrics: dict[str, Any] = {

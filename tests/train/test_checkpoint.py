@@ -71,7 +71,8 @@ def same_bits(a, b) -> bool:
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    opened = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2, keep_best=1))
+    config = CheckpointConfig(keep=2, keep_best=1, best_metric="tau_probabilistic")
+    opened = Checkpoints(tmp_path / "checkpoints", config)
     yield opened
     opened.close()
 

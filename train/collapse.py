@@ -1,0 +1,86 @@
+"""A converged draft can fall from tau 4 to 1 within five optimizer steps: noticing it, and saying of which kind."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+#: Steps in a row that must look fallen: one alone is a batch of hard rows.
+PATIENCE = 3
+#: Steps before a fall that the medians are taken over, and the fewest of them that say anything.
+MEMORY, ENOUGH = 64, 16
+#: tau - 1, the tokens accepted beyond the one that is free, below this share of the best so far is a fall.
+TAU_SHARE = 0.5
+#: Below this best tau a draft has learned too little to lose it.
+TAU_LEARNED = 1.5
+#: Loss above this multiple of its median is a fall.
+LOSS_FACTOR = 2.0
+#: A gradient norm above this multiple of its median has exploded.
+NORM_FACTOR = 10.0
+
+
+class CollapseError(RuntimeError):
+    """`train.on_collapse: stop`: the draft has collapsed; the message says when, how far and of which kind."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the guard looks at: the metrics of one optimizer step, before clipping."""
+
+    number: int
+    loss: float
+    tau: float
+    grad_norm: float
+
+
+class CollapseGuard:
+    """Watches every step's metrics. They are the same on all processes, hence so is what it says."""
+
+    def __init__(self) -> None:
+        self._before: deque[Step] = deque(maxlen=MEMORY)  # steps that are no part of a fall
+        self._falling: list[Step] = []
+        self._best_tau = 0.0
+
+    def add(self, step: Step) -> str | None:
+        """Take in the next step; returns a message when the draft has collapsed, once for each collapse."""
+        if not self._fallen(step):
+            for each in (*self._falling, step):
+                self._before.append(each)
+            self._falling = []
+            # The median of some steps: one lucky batch must not set a mark that all later ones miss.
+            if len(self._before) >= PATIENCE:
+                self._best_tau = max(self._best_tau, median(s.tau for s in list(self._before)[-PATIENCE:]))
+            return None
+        self._falling.append(step)
+        return self._message() if len(self._falling) == PATIENCE else None
+
+    def _fallen(self, step: Step) -> bool:
+        if len(self._before) < ENOUGH:
+            return False
+        by_tau = self._best_tau >= TAU_LEARNED and step.tau - 1 < TAU_SHARE * (self._best_tau - 1)
+        return by_tau or step.loss > LOSS_FACTOR * median(s.loss for s in self._before)
+
+    def _message(self) -> str:
+        first, last = self._falling[0], self._falling[-1]
+        # The step that did the damage is the one before its effect is seen.
+        suspects = [*list(self._before)[-PATIENCE:], *self._falling]
+        earlier = list(self._before)[:-PATIENCE]
+        usual = median(s.grad_norm for s in earlier)
+        worst = max(suspects, key=lambda s: s.grad_norm)
+        if worst.grad_norm > NORM_FACTOR * usual:
+            kind = (
+                f"The gradient norm exploded: {worst.grad_norm:.3g} at step {worst.number}, usually {usual:.3g}. Look"
+                " at the rows of that step; a smaller optimizer.max_grad_norm bounds what one step can do"
+            )
+        else:
+            kind = (
+                f"The gradient norm stayed flat (at most {worst.grad_norm:.3g}, usually {usual:.3g}), so that the steps"
+                " are too large for where the draft is: lower optimizer.lr_scale"
+            )
+        return (
+            f"the draft has collapsed from step {first.number} on: tau {last.tau:.3g} at step {last.number} (best"
+            f" {self._best_tau:.3g}), loss {last.loss:.4g} (median {median(s.loss for s in self._before):.4g}). {kind}."
+            f" Checkpoints before step {first.number - PATIENCE} are good: move later ones away and continue with"
+            " --resume auto"
+        )
