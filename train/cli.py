@@ -13,6 +13,7 @@ Train speculative-decoding drafts, and prove what they accept.
 
 commands:
   prepare      tokenise the training data once, in parallel, with an account of every row
+  inspect      training rows as the model sees them, and whether a server would send the same
   train        train a draft from a YAML configuration
   eval         accept length and speed of a draft by exact rejection sampling
   compare      evaluations side by side: which differences are more than noise
@@ -46,6 +47,7 @@ Several GPUs or hosts: `torchrun --nproc-per-node=8 -m train.cli train ...`, or 
 
 _COMMANDS = {
     "prepare": ("train.data.prepare_command", "main"),
+    "inspect": ("train.data.inspect_command", "main"),
     "train": ("train.cli", "train_main"),
     "eval": ("train.evaluate.command", "main"),
     "compare": ("train.evaluate.compare", "main"),

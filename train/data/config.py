@@ -52,8 +52,8 @@ class DataConfig:
         sample_share: read about this share of the rows, chosen by content: the same rows in whatever files, order and
             process they come.
         sample_seed: another choice of rows for another seed.
-        min_retention: least share of the rows read, dropped duplicates aside, that must be left to learn from; below it the
-            run stops and says what cost most.
+        min_retention: least share of the rows read, dropped duplicates aside, that must be left to learn from; below
+            it the run stops and says what cost most.
         prepared: folder in which draft-jax prepare leaves its results and training looks for one that fits.
         leading_assistant: what to do with assistant and tool turns before the first user turn: drop them
             (counted) or refuse the row.

@@ -23,7 +23,7 @@ _HINTS = (
 
 
 def retention(summary: Summary) -> float:
-    """Share of what was read, dropped duplicates aside, that is a sample with something to learn from; 1 for nothing read."""
+    """Share of what was read, dropped duplicates aside, that can be learned from; 1 if nothing was read."""
     read = summary.rows + summary.fanned_out - (summary.duplicates.count if summary.duplicates_dropped else 0)
     return summary.kept / read if read > 0 else 1.0
 
