@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,8 +20,10 @@ _reader: ChunkReader | None = None
 
 
 def _start_worker(arguments: tuple[DataConfig, Any, int]) -> None:
-    """Makes a worker's reader. One thread each: the tokenizer's own would fight over the cores."""
+    """Makes a worker's reader. One thread each: the tokenizer's own would fight over the cores. Ctrl-C reaches all
+    processes of a terminal; the first one ends the others."""
     global _reader
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _reader = ChunkReader(*arguments)
 
