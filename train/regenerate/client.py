@@ -25,8 +25,9 @@ class Unreachable(Exception):
     """No connection: nothing was asked, the server is away."""
 
 
-#: The reason of a `Passing` that leaves open who will answer at this address next.
+#: Reasons of a `Passing` that leave open who answers at this address.
 CONNECTION_LOST = "connection lost"
+ANOTHER_MODEL = "another model answered"
 
 
 class Passing(Exception):
@@ -80,16 +81,27 @@ class Client:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.aclose()
 
-    async def chat(self, endpoint: str, body: Mapping[str, Any]) -> Answer:
+    async def chat(self, endpoint: str, body: Mapping[str, Any]) -> tuple[Answer, bool]:
         """Asks for one turn.
+
+        Returns:
+            The answer, and whether a connection was opened for it. Behind a new connection may be another server than
+            before: one that was started anew closes those it had, and nothing fails if they were idle.
 
         Raises:
             Unreachable, Passing, Refused: see there.
             ServerError: the server wants another key.
         """
-        reply = await self._json("POST", f"{endpoint}/chat/completions", self._network.request_timeout, body)
+        opened: list[str] = []
+
+        async def trace(event: str, info: Mapping[str, Any]) -> None:
+            if event == "connection.connect_tcp.complete":
+                opened.append(event)
+
+        url = f"{endpoint}/chat/completions"
+        reply = await self._json("POST", url, self._network.request_timeout, body, {"trace": trace})
         try:
-            return parse_reply(reply)
+            return parse_reply(reply), bool(opened)
         except BadReply as error:
             raise Passing("reply is no answer", str(error)) from error
 
@@ -101,11 +113,18 @@ class Client:
             raise Passing("list of models has another form", str(reply)[:200])
         return [Served(m["id"], m.get("root"), m.get("max_model_len")) for m in found]
 
-    async def _json(self, method: str, url: str, timeout: float, body: Mapping[str, Any] | None = None) -> Any:
+    async def _json(
+        self,
+        method: str,
+        url: str,
+        timeout: float,
+        body: Mapping[str, Any] | None = None,
+        extensions: dict[str, Any] | None = None,
+    ) -> Any:
         data = None if body is None else json.dumps(body).encode()  # ASCII: takes broken Unicode, the server judges it
         try:
             async with asyncio.timeout(timeout):
-                response = await self._http.request(method, url, content=data, headers=_JSON)
+                response = await self._http.request(method, url, content=data, headers=_JSON, extensions=extensions)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise Unreachable(f"{url}: {error or type(error).__name__}") from error
         except TimeoutError as error:

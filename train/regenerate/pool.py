@@ -46,7 +46,7 @@ class Pool:
             avoid: one that has just failed; taken only if there is no other.
 
         Raises:
-            ServerError: no server has answered for `outage` seconds.
+            ServerError: no server has served the model for `outage` seconds.
         """
         while True:
             free = [s for s in self.servers if s.up and s.in_flight < self._network.concurrency]
@@ -93,14 +93,14 @@ class Pool:
     def _check_outage(self) -> None:
         if self._away_since is not None and time.monotonic() - self._away_since > self._network.outage:
             raise ServerError(
-                f"no server has answered for {self._network.outage:g} s ({', '.join(self._network.endpoints)}); "
+                f"no server has served {self._model.name} for {self._network.outage:g} s ({', '.join(self._network.endpoints)}); "
                 "start them and go on with --resume"
             )
 
     async def _revive(self, server: Server) -> None:
         said, wait = None, self._network.backoff
         while True:
-            problem = await self._problem(server)
+            problem = await self.problem(server)
             if problem is None:
                 break
             if problem != said:
@@ -113,7 +113,8 @@ class Pool:
             self._say(f"{server.url} answers again")
         self._wake()
 
-    async def _problem(self, server: Server) -> str | None:
+    async def problem(self, server: Server) -> str | None:
+        """Asks a server what it serves; why it cannot answer for the model now, or None."""
         try:
             served = await self._client.models(server.url)
         except (Unreachable, Passing, Refused, ServerError):

@@ -15,7 +15,7 @@ from train.data.sources import Record, Source, open_source
 
 from .account import Account
 from .answer import Answer
-from .client import CONNECTION_LOST, Client, Passing, Refused, Unreachable
+from .client import ANOTHER_MODEL, CONNECTION_LOST, Client, Passing, Refused, Unreachable
 from .config import RegenerateConfig
 from .conversation import RowDropped, answer_conversation, source_digest, turn_seed
 from .id_set import IdSet
@@ -197,7 +197,9 @@ class _Run:
             server = await self._pool.take(prefer=last[0] if last else None, avoid=avoid)
             failed, connected, wait = False, True, None
             try:
-                answer = await self._client.chat(server.url, body)
+                answer, new_connection = await self._client.chat(server.url, body)
+                if new_connection and (problem := await self._pool.problem(server)):
+                    raise Passing(ANOTHER_MODEL, problem)
                 server.answers += 1
                 last[:] = [server]
                 self._account.generated += answer.completion_tokens or 0
@@ -211,7 +213,7 @@ class _Run:
             except Passing as passing:
                 failures += 1
                 failed = passing.reason != "HTTP 429"  # a busy server is no broken one
-                connected = passing.reason != CONNECTION_LOST
+                connected = passing.reason not in (CONNECTION_LOST, ANOTHER_MODEL)
                 if failures > network.retries:
                     raise _RowFailed(passing.reason, f"{failures} tries; {passing.detail}") from passing
                 self._account.retry(passing.reason, row_id)

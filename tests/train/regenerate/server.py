@@ -47,6 +47,7 @@ class FakeServer:
         self.times: list[float] = []
         self.headers: list[dict] = []
         self.answered: list[dict] = []
+        self.close_next = False  # close the connection behind the next answer, as a server does that is stopped
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -112,6 +113,7 @@ class FakeServer:
             _cut(handler.connection)
         else:
             handler.send(200, reply)
+            handler.close_connection = self.close_next
             if fault is None:
                 with self._lock:
                     self.answered.append(body)
