@@ -46,8 +46,6 @@ Several GPUs or hosts: `torchrun --nproc-per-node=8 -m train.cli train ...`, or 
 """
 
 _COMMANDS = {
-    "prepare": ("train.data.prepare_command", "main"),
-    "inspect": ("train.data.inspect_command", "main"),
     "train": ("train.cli", "train_main"),
     "eval": ("train.evaluate.command", "main"),
     "compare": ("train.evaluate.compare", "main"),
@@ -59,6 +57,8 @@ _COMMANDS = {
     "probe": ("train.probe", "main"),
     "serve-check": ("train.serve_check.command", "main"),
     "quickstart": ("train.quickstart", "main"),
+    "prepare": ("train.data.prepare_command", "main"),
+    "inspect": ("train.data.inspect_command", "main"),
 }
 
 _ALIASES = {"init-draft": "draft.init_draft", "resume": "resume", "run-dir": "run_dir"}
