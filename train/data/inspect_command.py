@@ -92,7 +92,7 @@ def _records(
 def _prepared_records(config: DataConfig, tokenizer: Any, options: argparse.Namespace) -> tuple[list[RecordView], str]:
     if options.place:
         raise DataError("--place names a line of a file; a prepared folder has none, name the original data")
-    samples = open_prepared(Path(config.path)).samples
+    samples, _ = open_prepared(Path(config.path))
     chosen = sorted(random.Random(options.rows_seed).sample(range(len(samples)), min(options.rows, len(samples))))
     special = set(tokenizer.added_tokens_decoder) if tokenizer is not None else set()
     records = []

@@ -10,6 +10,7 @@ from typing import Any
 from .chunks import ChunkReader, Collector
 from .config import DataConfig
 from .files import Place
+from .prepared import find_prepared, open_prepared
 from .retention import require_retention
 from .rows import HostBatch, RowDocument, RowIterator
 from .samples import Sample
@@ -104,13 +105,11 @@ def load_dataset(config: DataConfig, tokenizer: Any, vocab_size: int) -> Prepare
             file cannot be read, or a prepared folder was made with other options.
         TemplateError: the chat template is unfit, see `choose_template` and `Agreement`.
     """
-    from .prepared import find_prepared, open_prepared
-
     folder = find_prepared(config, tokenizer, vocab_size)
     if folder is not None:
-        prepared = open_prepared(folder)
-        check_account(config, prepared.summary)
-        return PreparedData(prepared.samples, prepared.summary)
+        prepared, summary = open_prepared(folder)
+        check_account(config, summary)
+        return PreparedData(prepared, summary)
     summary = Summary(source=config.path)
     samples = list(stream_samples(config, tokenizer, vocab_size, summary))
     check_account(config, summary)

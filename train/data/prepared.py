@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
@@ -20,14 +19,6 @@ MANIFEST = "prepared.json"
 FORMAT = 1
 _KEY_CHARACTERS = 24  # of the key in a folder's name
 _OPEN_SHARDS = 64  # mapped at a time: each takes a file handle
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a prepared folder holds."""
-
-    samples: "PreparedSamples"
-    summary: Summary
 
 
 class PreparedSamples(Sequence[Sample]):
@@ -167,8 +158,8 @@ def is_prepared(path: str | Path) -> bool:
     return (Path(path) / MANIFEST).is_file()
 
 
-def open_prepared(folder: Path) -> Prepared:
-    """Maps the samples of a finished folder.
+def open_prepared(folder: Path) -> tuple[PreparedSamples, Summary]:
+    """Maps the samples of a finished folder; with the account of them.
 
     Raises:
         DataError: it is none, or was made by another version.
@@ -177,7 +168,7 @@ def open_prepared(folder: Path) -> Prepared:
     shards = [(shard["name"], shard["samples"]) for shard in manifest["shards"]]
     summary = Summary.from_json(manifest["summary"])
     summary.source = f"{summary.source}, prepared in {folder}"
-    return Prepared(PreparedSamples(folder, shards, manifest["fingerprint"]), summary)
+    return PreparedSamples(folder, shards, manifest["fingerprint"]), summary
 
 
 def folder_for(config: DataConfig, facts: dict[str, Any]) -> Path:
