@@ -92,8 +92,9 @@ class Pool:
 
     def _check_outage(self) -> None:
         if self._away_since is not None and time.monotonic() - self._away_since > self._network.outage:
+            servers = ", ".join(self._network.endpoints)
             raise ServerError(
-                f"no server has served {self._model.name} for {self._network.outage:g} s ({', '.join(self._network.endpoints)}); "
+                f"no server has served {self._model.name} for {self._network.outage:g} s ({servers}); "
                 "start them and go on with --resume"
             )
 

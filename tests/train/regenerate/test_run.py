@@ -79,6 +79,12 @@ def test_two_servers_share_the_load(call):
     assert not firsts & {body["messages"][0]["content"] for body in two.asked}
 
 
+def test_fewer_rows_than_room_are_shared_evenly(call):
+    with FakeServer(delay=0.2) as one, FakeServer(delay=0.2) as two:
+        call([conversation(n) for n in range(8)], [one, two], "--concurrency", "32")
+    assert (len(one.asked), len(two.asked)) == (4, 4)
+
+
 @pytest.mark.parametrize("fault", ["500", "503", "429", "cut", "drop", "text", "shape", "abort"])
 def test_faults_that_pass_are_tried_again(call, fault):
     with FakeServer(fault=lambda body, n: fault if n % 3 == 0 else None) as server:
