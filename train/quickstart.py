@@ -86,9 +86,12 @@ def make_config(args: argparse.Namespace, preset: Preset, target: Path, device: 
         draft = replace(draft, mask_token_id=None, target_layer_ids=None)
     if args.mask_token_id is not None:
         draft = replace(draft, mask_token_id=args.mask_token_id)
+    data = dict(preset.data)
+    if args.min_retention is not None:
+        data["min_retention"] = args.min_retention
     return RunConfig(
         target=TargetConfig(path=str(target), device=device, capture_cache_gib=preset.capture_cache_gib),
-        data=DataConfig(path=str(args.data or QUICKSTART_CONVERSATIONS), **preset.data),
+        data=DataConfig(path=str(args.data or QUICKSTART_CONVERSATIONS), **data),
         run_dir=str(args.run_dir),
         draft=draft,
         objective=preset.objective,
@@ -112,12 +115,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--mask-token-id", type=int, help="unused embedding row of that model (default: past its tokens)"
     )
     parser.add_argument("--data", help="training conversations, JSONL (default: those shipped)")
+    parser.add_argument(
+        "--min-retention",
+        type=_share,
+        help="least share of those rows that must be left to learn from, 0 to 1 (default: 0.9)",
+    )
     parser.add_argument("--prompts", help="held-out prompts, JSONL (default: those shipped)")
     parser.add_argument("--preset", choices=("auto", *PRESETS), default="auto", help="auto: by the device found")
     parser.add_argument("--steps", type=int, help="optimizer steps instead of the preset's")
     parser.add_argument("--limit", type=int, help="held-out prompts instead of the preset's number")
     parser.add_argument("--keep", action="store_true", help="refuse to replace the results of an earlier quickstart")
     return parser.parse_args(argv)
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to 1")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from draft_jax.objective.config import ObjectiveConfig
-from train import quickstart
+from train import loop, quickstart
 from train.config import DraftSpec
+from train.data.pipeline import load_dataset
+from train.data.summary import DataError
 from train.export import verify_export
 
 
@@ -69,6 +71,28 @@ def test_leaves_a_checked_export_and_reports(arguments, tmp_path, capsys, monkey
     with pytest.raises(quickstart.QuickstartError, match="holds a finished quickstart"):
         quickstart.main([*arguments, "--keep"])
     assert (run_dir / "report.json").is_file()
+
+
+def test_own_data_of_which_much_is_lost_is_trained_on_when_asked_to(
+    arguments, tmp_path, tokens_file, capsys, monkeypatch
+):
+    rows = tokens_file.read_text().splitlines()
+    own = tmp_path / "own.jsonl"
+    own.write_text("\n".join([*rows, *['{"input_ids": [7, 8, 9], "loss_mask": [0, 0, 1]}'] * len(rows)]))
+    arguments[arguments.index("--data") + 1] = str(own)
+    with pytest.raises(DataError, match=r"(?s)50.0 % of the rows .* less than data.min_retention .*--min-retention"):
+        quickstart.main(arguments)
+
+    def learn(config, target):  # what comes behind the data is another test's
+        raise StopIteration(load_dataset(config.data, None, 61))
+
+    monkeypatch.setattr(loop, "run", learn)
+    with pytest.raises(StopIteration) as stopped:
+        quickstart.main([*arguments, "--min-retention", "0.5"])
+    assert stopped.value.value.summary.kept == len(rows)
+    with pytest.raises(SystemExit):
+        quickstart.parse(["--min-retention", "1.5"])
+    assert "1.5 is no share from 0 to 1" in capsys.readouterr().err
 
 
 def test_a_folder_of_somebody_else_is_left_alone(arguments, tmp_path):

@@ -49,5 +49,5 @@ def require_retention(summary: Summary, minimum: float) -> None:
     for number, (reason, tally) in enumerate(losses[:3], start=1):
         hint = next((text for start, text in _HINTS if reason.startswith(start)), "look at the row that is named")
         lines.append(f"  {number}. {reason}: {tally.count:,} (first: {tally.example}). {hint[0].upper()}{hint[1:]}")
-    lines.append("If that is as it should be, set data.min_retention lower.")
+    lines.append("If that is as it should be, set data.min_retention lower (draft-jax quickstart: --min-retention).")
     raise DataError("\n".join([*lines, "", summary.format()]))
