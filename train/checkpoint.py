@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,7 +147,7 @@ class Checkpoints:
         text = json.dumps({"position": saved.position, "identity": saved.identity, "settings": saved.settings})
         parts = {
             "params": state.params,
-            "optimizer": {"opt_state": state.opt_state, "step": state.step, "key": state.key},
+            "optimizer": _optimizer_part(state),
         }
         try:
             response = self._checkpointer.save_checkpointables_async(
@@ -193,14 +193,13 @@ class Checkpoints:
         """
         wanted = {
             "params": abstract.params,
-            "optimizer": {"opt_state": abstract.opt_state, "step": abstract.step, "key": abstract.key},
+            "optimizer": _optimizer_part(abstract),
         }
         folder = self.folder / str(step)
         _check_tensors(folder, wanted)
         loaded = _load(folder, wanted)
         optimizer = loaded["optimizer"]
-        state = TrainState(optimizer["step"], loaded["params"], optimizer["opt_state"], optimizer["key"])
-        return state, read_saved(self.folder, step)
+        return TrainState(params=loaded["params"], **optimizer), read_saved(self.folder, step)
 
     def close(self) -> None:
         """Wait for the background save and free orbax's threads. Raises CheckpointError if that save failed."""
@@ -212,6 +211,11 @@ class Checkpoints:
             except Exception:
                 if not self._failed:  # orbax raises the error of a failed save again, and again
                     raise
+
+
+def _optimizer_part(state: TrainState) -> dict[str, Any]:
+    """All of a state that is no parameter, by the names of its fields."""
+    return {field.name: getattr(state, field.name) for field in fields(state) if field.name != "params"}
 
 
 def read_saved(folder: Path, step: int) -> Saved:

@@ -118,6 +118,8 @@ class OptimizerConfig:
         betas: decay of first and second moment.
         eps: added to the root of the second moment.
         max_grad_norm: clip of the gradient's global norm.
+        resume_rewarm_steps: steps over which the rate rises anew from 0 to what the schedule says, after a start from
+            weights alone (draft.init_draft, resume: weights) and after a roll-back; 0 = at once.
     """
 
     lr: float = 6e-4
@@ -127,6 +129,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    resume_rewarm_steps: int = 64
 
     def __post_init__(self):
         _require(self.lr > 0, "optimizer.lr", self.lr, "give a positive rate")
@@ -136,6 +139,12 @@ class OptimizerConfig:
         _require(all(0 <= b < 1 for b in self.betas), "optimizer.betas", self.betas, "give two numbers in [0, 1)")
         _require(self.eps > 0, "optimizer.eps", self.eps, "give a positive number")
         _require(self.max_grad_norm > 0, "optimizer.max_grad_norm", self.max_grad_norm, "give a positive norm")
+        _require(
+            self.resume_rewarm_steps >= 0,
+            "optimizer.resume_rewarm_steps",
+            self.resume_rewarm_steps,
+            "give 0 (at once) or a number of steps",
+        )
 
 
 @dataclass(frozen=True)

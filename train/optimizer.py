@@ -9,7 +9,10 @@ import optax
 
 from .config import OptimizerConfig
 
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = Callable[..., jax.Array]
+
+#: `TrainState.rewarm_from` of a run whose rate does not rise anew: a step so early that no ramp reaches step 0.
+NEVER = -(2**30)
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
@@ -18,23 +21,29 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     With N = `total_steps` and W = int(warmup_ratio * N): `lr * (k + 1) / W` for k < W, then half a cosine
     `lr * (1 + cos(pi * (k - W) / (N - W))) / 2`. `lr_scale` multiplies the result and nothing else.
 
+    A rate that re-warms from step S on is the same one times `(k - S + 1) / R` for k < S + R, R =
+    `resume_rewarm_steps`: the schedule goes on below the ramp, and is what it ever was when the ramp has ended.
+
     Args:
         config: rates and warm-up.
         total_steps: optimizer steps of the whole run.
 
     Returns:
-        Function of the 0-based step (int32 scalar) to the rate (float32 scalar), traceable.
+        Function of the 0-based step and the step the rate re-warms from (int32 scalars; the second one `NEVER` if left
+        out) to the rate (float32 scalar), traceable.
     """
     if total_steps < 1:
         raise ValueError(f"a schedule over {total_steps} optimizer steps is empty; give at least 1")
     warmup = int(config.warmup_ratio * total_steps)
 
-    def schedule(step: jax.Array) -> jax.Array:
+    def schedule(step: jax.Array, rewarm_from: jax.Array | int = NEVER) -> jax.Array:
+        # Before it becomes a float: NEVER has more digits than float32 keeps, though none that matter.
+        ramp = jnp.clip((step - rewarm_from + 1) / max(config.resume_rewarm_steps, 1), 0.0, 1.0)
         step = jnp.asarray(step, jnp.float32)
         rising = (step + 1) / max(warmup, 1)
         progress = jnp.clip((step - warmup) / max(total_steps - warmup, 1), 0.0, 1.0)
         falling = 0.5 * (1 + jnp.cos(jnp.pi * progress))
-        return config.lr_scale * config.lr * jnp.where(step < warmup, rising, falling)
+        return config.lr_scale * config.lr * jnp.where(step < warmup, rising, falling) * ramp
 
     return schedule
 

@@ -1,16 +1,18 @@
 """What a run carries from step to step: parameters, moments, step and key; and what lives for one window."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from draft_jax.config import DraftConfig
 from draft_jax.models.dspark import init_params, rounded_kernels
 
+from .optimizer import NEVER
 from .sharding import batch_sharding, partial_shape, replicated, state_shardings
 
 Params = Any
@@ -26,12 +28,14 @@ class TrainState:
         params: the draft's parameters, float32.
         opt_state: optax state, moments float32.
         key: raw uint32 data of the random key anchors are drawn from; constant over the run, the step is folded in.
+        rewarm_from: step from which the learning rate rises anew (`optimizer.make_schedule`), int32 scalar.
     """
 
     step: jax.Array
     params: Params
     opt_state: optax.OptState
     key: jax.Array
+    rewarm_from: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -83,11 +87,23 @@ def new_state(
     def build(seed: jax.Array, params: Params | None) -> TrainState:
         init_key, anchor_key = keys_of_seed(seed)
         params = init_params(draft, init_key, jnp.float32) if params is None else params
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(anchor_key))
+        key, never = jax.random.key_data(anchor_key), jnp.full((), NEVER, jnp.int32)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key, never)
 
     shardings = state_shardings(jax.eval_shape(build, jnp.uint32(seed), params), mesh)
     # Without out_shardings the moments would be whole on every device: zeros have no operand to take a sharding from.
     return jax.jit(build, out_shardings=shardings)(jnp.uint32(seed), params)
+
+
+def at_step(state: TrainState, *, step: int | None = None, rewarm_from: int | None = None) -> TrainState:
+    """The state with other numbers of steps; every process of the run must give the same."""
+
+    def scalar(old: jax.Array, new: int | None) -> jax.Array:
+        if new is None:
+            return old
+        return jax.make_array_from_callback((), old.sharding, lambda _: np.asarray(new, np.int32))
+
+    return replace(state, step=scalar(state.step, step), rewarm_from=scalar(state.rewarm_from, rewarm_from))
 
 
 def abstract_state(draft: DraftConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -96,7 +112,8 @@ def abstract_state(draft: DraftConfig, optimizer: optax.GradientTransformation, 
     def build(seed: jax.Array) -> TrainState:
         init_key, anchor_key = keys_of_seed(seed)
         params = init_params(draft, init_key, jnp.float32)
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jax.random.key_data(anchor_key))
+        key, never = jax.random.key_data(anchor_key), jnp.full((), NEVER, jnp.int32)
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key, never)
 
     shapes = jax.eval_shape(build, jnp.uint32(0))
     return jax.tree.map(

@@ -37,7 +37,7 @@ class StepOptions:
         draft: the model.
         objective: loss weights and normalization.
         optimizer: clip, moments, decay.
-        schedule: learning rate of a step.
+        schedule: learning rate of a step, and of the step it re-warms from (`make_schedule`).
         dtype: compute dtype of the draft.
         attention: name of the attention implementation.
         compiler_options: for XLA, by name; measurements try them.
@@ -155,7 +155,7 @@ def make_apply(
         values = group_norms("grad_norm", grads)
         norm = jnp.sqrt(sum(jnp.square(value) for value in values.values()))
         usable = (weight > 0) & jnp.isfinite(norm)
-        rate = options.schedule(state.step)
+        rate = options.schedule(state.step, state.rewarm_from)
         directions, opt_state = options.optimizer.update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda d: jnp.where(usable, -rate * d, 0.0), directions)
         params = optax.apply_updates(state.params, updates)
@@ -167,6 +167,7 @@ def make_apply(
             params=_select(usable, params, state.params),
             opt_state=_select(usable, opt_state, state.opt_state),
             key=state.key,
+            rewarm_from=state.rewarm_from,
         )
         empty = zero_accumulator(new_state.params, shardings, _sums_of(options), options.dtype)
         # Zeros made of the old sums are written in the pass that reads them; constants would be made once and then

@@ -55,6 +55,7 @@ def state_of(draft, seed: int = 0, step: int = 3):
         opt_state=jax.tree.map(noisy, state.opt_state),
         step=jnp.int32(step),
         key=state.key + 0,  # an own copy: a test may donate it
+        rewarm_from=state.rewarm_from + step,
     )
 
 

@@ -35,6 +35,19 @@ def test_lr_scale_changes_the_rate_and_not_the_shape():
         assert float(scaled(jnp.int32(k))) == pytest.approx(0.25 * float(plain(jnp.int32(k))), rel=1e-6)
 
 
+@pytest.mark.parametrize("start", [0, 20, 90])
+def test_a_rewarmed_rate_rises_to_the_schedule_and_is_it_from_then_on(start):
+    """Steps 0..99, warm-up over 4; from `start` on one eighth more of the schedule's own rate each step."""
+    config = OptimizerConfig(lr=1e-3, lr_scale=0.5, resume_rewarm_steps=8)
+    schedule = jax.jit(make_schedule(config, 100))
+    ramp = [1 / 8, 2 / 8, 3 / 8, 4 / 8, 5 / 8, 6 / 8, 7 / 8] + [1.0] * 100
+    for k in range(start, 100):
+        got = float(schedule(jnp.int32(k), jnp.int32(start)))
+        assert got == pytest.approx(ramp[k - start] * formula(k, 100, 4, 5e-4), rel=2e-6, abs=1e-10)
+    at_once = make_schedule(OptimizerConfig(lr=1e-3, lr_scale=0.5, resume_rewarm_steps=0), 100)
+    assert float(at_once(jnp.int32(50), jnp.int32(50))) == pytest.approx(formula(50, 100, 4, 5e-4), rel=2e-6)
+
+
 def test_empty_schedule_is_refused():
     with pytest.raises(ValueError, match="over 0 optimizer steps"):
         make_schedule(OptimizerConfig(), 0)
