@@ -142,7 +142,8 @@ def probe(
         _scale(measured),
         _distinct(measured),
         *_against(measured, references, info, not_compared),
-        _head(target, documents, capture),
+        _together(target, documents, capture),
+        _head(target, documents),
     ]
     if serving is not None:
         checks += serving_checks(serving)
@@ -235,12 +236,35 @@ def _against_one(streams: Sequence[Stream], source: str, info: TargetInfo) -> Ch
     return Check(name, "FAIL" if reasons else "PASS", detail)
 
 
-def _head(target: ProbedTarget, documents: Sequence[np.ndarray], capture: Capture) -> Check:
-    """The frozen head on the final state must give the target's own logits: nothing else is trained towards."""
+def _together(target: ProbedTarget, documents: Sequence[np.ndarray], capture: Capture) -> Check:
+    """A document's states must not depend on which others are captured with it, nor be another one's."""
+    worst, where = 0.0, 0
+    for number, ids in enumerate(documents):
+        alone = target.capture([ids])
+        for states, beside in (
+            (alone.context_hidden, capture.context_hidden),
+            (alone.last_hidden, capture.last_hidden),
+        ):
+            expected = states[0].float()
+            gap = float((beside[number].float() - expected).norm() / expected.norm().clamp_min(1e-30))
+            if not gap <= worst:
+                worst, where = gap, number
+    tolerance = ONE_DOCUMENT * STATE_TOLERANCE[target.info.dtype]
+    detail = f"largest relative difference {worst:.2g} (allowed {tolerance:g}), in document {where}"
+    return Check("the same alone and beside others", "PASS" if worst <= tolerance else "FAIL", detail)
+
+
+def _head(target: ProbedTarget, documents: Sequence[np.ndarray]) -> Check:
+    """The frozen head on the final state must give the target's own logits: nothing else is trained towards.
+
+    Each document is captured alone, as its logits are: beside others its states round otherwise in bfloat16, by more
+    than the head may.
+    """
     info = target.info
     _, head = target.frozen_head()
     worst, agree = 0.0, 0
-    for own, last in zip(target.own_logits(documents), capture.last_hidden, strict=True):
+    for ids in documents:
+        (last,), (own,) = target.capture([ids]).last_hidden, target.own_logits([ids])
         theirs = own[: info.vocab_size].float()
         ours = F.linear(last[-1].to(head), head)[: info.vocab_size].float().to(theirs)
         error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))

@@ -151,14 +151,21 @@ class SGLangTarget:
         return self._engine.peers is not None
 
     def own_logits(self, documents: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """[V] per document: the logits after its last token, by the engine's own head and whatever it does to them."""
+        """[V] per document: the logits after its last token, by the engine's own head and whatever it does to them.
+
+        A forward is what `capture` of the document alone makes of it: with ranks that share the target, which must all
+        ask for the same documents, one request for each of them.
+        """
         checked = check_documents(documents, self._info.vocab_size, self._info.max_length)
+        peers, engine = self._engine.peers, self._engine
+        rank, size = (peers.rank, peers.size) if peers is not None else (0, 1)
         logits = []
         for index, ids in enumerate(checked):
-            request = self._engine.begin(ids, reuse=False, name=f"document {index}")
-            (computed,) = self._engine.forward([request])
-            self._engine.finish(request)
-            logits.append(computed.logits)
+            requests = [engine.begin(ids, reuse=False, name=f"document {index}") for _ in range(size)]
+            computed = engine.forward(requests)
+            for request in requests:
+                engine.finish(request)
+            logits.append(computed[rank].logits)
         return logits
 
     def layer_states(self, documents: Sequence[np.ndarray]) -> LayerStates | None:
