@@ -20,6 +20,7 @@ from draft_jax.config import DraftConfig
 from draft_jax.layers import Linear, RMSNorm, SwiGLU, rotary_angles, rotate
 from draft_jax.models.heads import ConfidenceHead, MarkovHead
 from draft_jax.rope import inverse_frequencies
+from draft_jax.sequence import all_tokens, own_tokens
 
 if TYPE_CHECKING:
     from draft_jax.anchors import Blocks
@@ -192,6 +193,7 @@ class DSparkDraft(nnx.Module):
         frozen: FrozenHead,
         context_valid: Bool[Array, "B L"],
         attention: str = "xla",
+        sequence_axis: str | None = None,
     ) -> Float[Array, "B N K D"]:
         """Hidden state of every slot of every block, after the final norm.
 
@@ -201,14 +203,22 @@ class DSparkDraft(nnx.Module):
             frozen: the target's embedding (its LM head is not used here).
             context_valid: False hides a position from every block, whatever its state holds (NaN included).
             attention: name of the attention implementation.
+            sequence_axis: mesh axis over which `batch.context_hidden` is split (`draft_jax.sequence`); everything
+                else is of whole rows.
         """
+        visible, positions = context_valid, batch.positions
+        if sequence_axis is not None:
+            visible, positions = own_tokens(visible, sequence_axis), own_tokens(positions, sequence_axis)
         # Hidden positions must not reach fc: 0 * NaN in its gradient would be NaN.
-        context = self.context(jnp.where(context_valid[..., None], batch.context_hidden, 0))
+        context = self.context(jnp.where(visible[..., None], batch.context_hidden, 0))
+        keys_values = self.context_keys_values(context, positions)
+        if sequence_axis is not None:
+            keys_values = [(all_tokens(k, sequence_axis), all_tokens(v, sequence_axis)) for k, v in keys_values]
         attends = [
             functools.partial(
                 _attend, keys, values, blocks.anchors, blocks.start, blocks.keep, context_valid, attention
             )
-            for keys, values in self.context_keys_values(context, batch.positions)
+            for keys, values in keys_values
         ]
         positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
         return self.run_blocks(blocks.tokens, blocks.keep, positions, frozen.embedding, attends)

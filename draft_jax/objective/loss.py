@@ -40,9 +40,13 @@ from draft_jax.objective.metrics import Sums, acceptance, acceptance_sums, confi
 from draft_jax.objective.reference import vocab_terms_reference
 from draft_jax.objective.sanitize import sanitize, used_positions
 from draft_jax.objective.terms import VocabTerms, vocab_terms
+from draft_jax.sequence import deal
 
 #: Added to a micro-step's weight, as DeepSpec does (dspark_spec 2.3); it decides nothing but 0/0.
 EPSILON = 1e-6
+
+#: Sums that count rows or their tokens: devices that share a row count them once.
+_OF_ROWS = ("valid_anchors", "anchor_slots", "rows", "tokens", "nonfinite_context", "nonfinite_last")
 
 
 def loss_sums(
@@ -60,6 +64,7 @@ def loss_sums(
     last_valid: Bool[Array, "B L"] | None = None,
     rounded: Mapping[str, Array] | None = None,
     axes: tuple[str, ...] = (),
+    sequence_axis: str | None = None,
 ) -> tuple[Float[Array, ""], Sums]:
     """Objective of given blocks (dspark_spec 2.3) with all sums of 2.4.
 
@@ -78,6 +83,7 @@ def loss_sums(
         rounded: kernels in `dtype`, see `models.dspark.rounded_kernels`; None: rounded here.
         axes: mesh axes of a surrounding `shard_map` that spread the micro-step's rows over devices. Sums stay those
             of this device; only the "micro_step" divisor is of all of them.
+        sequence_axis: the one of them that splits rows, of a batch and blocks made by `draft_jax.sequence.deal`.
 
     Returns:
         The numerator `sum of alpha * N` over the terms, fp32, and the sums. Differentiate the numerator with
@@ -94,7 +100,7 @@ def loss_sums(
     if context_valid is None:
         context_valid = jnp.ones(batch.loss_mask.shape, bool)
     draft = bind(config, params, dtype, rounded)
-    hidden = draft(batch, blocks, frozen, context_valid, attention=attention)  # [B, N, K, D]
+    hidden = draft(batch, blocks, frozen, context_valid, attention=attention, sequence_axis=sequence_axis)
     z = w2 = None
     if draft.markov is not None:
         z, w2 = draft.markov.states(hidden, blocks.prev), draft.markov.w2()
@@ -201,6 +207,7 @@ def training_loss_sums(
     first_row: int | Int[Array, ""] = 0,
     rounded: Mapping[str, Array] | None = None,
     axes: tuple[str, ...] = (),
+    sequence_axis: str | None = None,
 ) -> tuple[Float[Array, ""], Sums]:
     """Sanitize, draw anchors, make blocks, and take `loss_sums`: the function a training step differentiates.
 
@@ -218,11 +225,13 @@ def training_loss_sums(
             and `first_row = micro_step * B`, the split into micro-steps does not change the anchors.
         rounded: see `loss_sums`.
         axes: see `loss_sums`.
+        sequence_axis: the one of them over which the states of each row are split (`draft_jax.sequence`). Numerator
+            and sums are then of this device's share of the anchors; what counts rows or tokens counts on one device.
 
     Returns:
         Numerator and sums, as `loss_sums`, with `nonfinite_context` and `nonfinite_last` filled in.
     """
-    clean = sanitize(batch, enabled=objective.sanitize)
+    clean = sanitize(batch, enabled=objective.sanitize, sequence_axis=sequence_axis)
     anchors, keep = sample_anchors(
         key,
         batch.loss_mask,
@@ -233,11 +242,14 @@ def training_loss_sums(
         per_document=objective.anchors_per_document,
         first_row=first_row,
     )
-    blocks = make_blocks(clean.batch, anchors, keep, config.block_size, objective.gamma, clean.last_valid)
+    batch = clean.batch
+    blocks = make_blocks(batch, anchors, keep, config.block_size, objective.gamma, clean.last_valid)
+    if sequence_axis is not None:
+        batch, blocks = deal(batch, blocks, sequence_axis)
     numerator, sums = loss_sums(
         params,
         frozen,
-        clean.batch,
+        batch,
         blocks,
         config,
         objective,
@@ -248,11 +260,14 @@ def training_loss_sums(
         last_valid=clean.last_valid,
         rounded=rounded,
         axes=axes,
+        sequence_axis=sequence_axis,
     )
-    return numerator, sums | {
-        "nonfinite_context": clean.nonfinite_context,
-        "nonfinite_last": clean.nonfinite_last,
-    }
+    sums |= {"nonfinite_context": clean.nonfinite_context, "nonfinite_last": clean.nonfinite_last}
+    if sequence_axis is not None:
+        sums["anchor_slots"] = sums["rows"] * anchors.shape[1]  # of the row, not of the share
+        counts = jax.lax.axis_index(sequence_axis) == 0
+        sums |= {name: jnp.where(counts, sums[name], 0) for name in _OF_ROWS}
+    return numerator, sums
 
 
 def micro_step_scale(sums: Sums, objective: ObjectiveConfig, axes: tuple[str, ...] = ()) -> Float[Array, ""]:

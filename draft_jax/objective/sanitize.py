@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from draft_jax.batch import DraftBatch
+from draft_jax.sequence import all_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +45,7 @@ def finite_positions(states: Float[Array, "B L F"]) -> Bool[Array, "B L"]:
     return jnp.isfinite(states).all(axis=-1)
 
 
-def sanitize(batch: DraftBatch, *, enabled: bool = True) -> Sanitized:
+def sanitize(batch: DraftBatch, *, enabled: bool = True, sequence_axis: str | None = None) -> Sanitized:
     """Mask out positions whose target states are not finite (design 4).
 
     Zeroing comes first: masked attention still multiplies a masked value by 0, and 0 times NaN is NaN. What
@@ -54,23 +55,27 @@ def sanitize(batch: DraftBatch, *, enabled: bool = True) -> Sanitized:
         batch: as captured.
         enabled: False leaves the batch as it is, everything valid; the counts are still made, so that the
             caller can refuse the batch (`nonfinite_rows` says which samples).
+        sequence_axis: mesh axis over which the states are split (`draft_jax.sequence`); what is said of positions is
+            said of whole rows all the same.
 
     Returns:
         `Sanitized`.
     """
     context_finite = finite_positions(batch.context_hidden)
     last_finite = finite_positions(batch.last_hidden)
+    clean = dataclasses.replace(
+        batch,
+        context_hidden=jnp.where(context_finite[..., None], batch.context_hidden, 0),
+        last_hidden=jnp.where(last_finite[..., None], batch.last_hidden, 0),
+    )
+    if sequence_axis is not None:
+        context_finite, last_finite = (all_tokens(x, sequence_axis) for x in (context_finite, last_finite))
     used = used_positions(batch.loss_mask)
     nonfinite_context = (used & ~context_finite).sum(dtype=jnp.float32)
     nonfinite_last = (used & ~last_finite).sum(dtype=jnp.float32)
     if not enabled:
         everywhere = jnp.ones_like(used)
         return Sanitized(batch, everywhere, everywhere, nonfinite_context, nonfinite_last)
-    clean = dataclasses.replace(
-        batch,
-        context_hidden=jnp.where(context_finite[..., None], batch.context_hidden, 0),
-        last_hidden=jnp.where(last_finite[..., None], batch.last_hidden, 0),
-    )
     return Sanitized(clean, context_finite, context_finite & last_finite, nonfinite_context, nonfinite_last)
 
 
