@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from train.evaluate.draft import LoadedDraft
     from train.evaluate.journal import Journal
     from train.evaluate.result import EvalResult
-    from train.evaluate.tasks import PromptSet
+    from train.evaluate.task_folder import TaskFile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = output_path(args, draft, options)
     if output is None and (args.resume or args.share != (0, 1)):
         raise ValueError("--resume and --share work on the rows beside the result: name it with --output")
+    tasks = asked_tasks(args, options)
     from train.evaluate.target import close_target, load_eval_target
 
     target = load_eval_target(
@@ -63,31 +64,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         trust_remote_code=args.trust_remote_code,
     )
     try:
-        return _evaluate(args, draft, options, target, output)
+        return _evaluate(args, draft, options, tasks, target, output)
     finally:
         close_target(target)
 
 
 def _evaluate(
-    args: argparse.Namespace, draft: LoadedDraft, options: EvalConfig, target: Target, output: Path | None
+    args: argparse.Namespace,
+    draft: LoadedDraft,
+    options: EvalConfig,
+    tasks: Sequence[TaskFile] | None,
+    target: Target,
+    output: Path | None,
 ) -> int:
     _check_stored_head(draft, target, Path(args.draft))
 
     from train.evaluate.identity import draft_digest
-    from train.evaluate.journal import Journal
+    from train.evaluate.journal import Journal, shares
     from train.evaluate.output import rows_folder, write_report, write_result
     from train.evaluate.protocol import evaluate
+    from train.evaluate.task_folder import load_tasks
+    from train.evaluate.tasks import load_prompts
     from train.evaluate.terminal import ProgressBar, format_result
     from train.evaluate.texts import token_texts
 
-    prompts = load_asked(args, options, target.tokenizer)
+    limit, template = options.limit, options.template
+    if tasks is None:
+        prompts = load_prompts(options.prompts, target.tokenizer, limit=limit, template=template)
+    else:
+        prompts = load_tasks(tasks, target.tokenizer, limit=limit, template=template)
     if left_out := prompts.summary(all_turns=args.all_turns):
         print(left_out, file=sys.stderr)
     name = f"untrained draft shaped as {draft.origin}" if args.untrained else draft.origin
     facts: dict[str, Any] = {
         "draft_digest": None if args.untrained else draft_digest(draft.config, draft.params),
         "protocol": args.protocol,
-        "protocol_deviations": deviations(args, options),
+        "protocol_deviations": deviations(args, options, target.info.dtype),
         "template": options.template,
         "all_turns": args.all_turns,
     }
@@ -98,6 +110,8 @@ def _evaluate(
 
     def described(result: EvalResult) -> EvalResult:
         result.settings |= {**facts, "draft": name, "prompts": options.prompts or "shipped with the package"}
+        processes = 1 if output is None else shares(rows_folder(output))
+        result.settings |= {"left_out": left_out.splitlines(), "processes": processes}
         if args.tasks or args.tasks_folder or args.protocol:
             result.settings["prompts"] = ", ".join(result.tasks)
         result.token_texts = token_texts(target.tokenizer, result)
@@ -119,43 +133,39 @@ def _evaluate(
             all_turns=args.all_turns,
         )
     described(result)
+    wrote = []  # before anything is printed: a closed pipe (| head) must not cost the result
+    if output is not None and whole:
+        write_result(output, result)
+        wrote.append(f"wrote {output}, rows in {rows_folder(output)}")
+    if args.report and whole:
+        wrote.append(f"wrote {write_report(args.report, result, name, target.tokenizer)}")
     print(format_result(result, name))
     if not whole:
         print(f"\nshare {args.share[0] + 1} of {args.share[1]} is done; --resume without --share puts all together")
         return 0
-    if output is not None:
-        write_result(output, result)
-        print(f"\nwrote {output}, rows in {rows_folder(output)}")
-    if args.report:
-        print(f"wrote {write_report(args.report, result, name, target.tokenizer)}")
+    if wrote:
+        print("\n" + "\n".join(wrote))
     return 1 if result.error else 0
 
 
-def load_asked(args: argparse.Namespace, options: EvalConfig, tokenizer: Any) -> PromptSet:
-    """The prompts of a file, or of tasks.
+def asked_tasks(args: argparse.Namespace, options: EvalConfig) -> list[TaskFile] | None:
+    """The task files that are asked for; None = prompts of a file, or those shipped. Known before a target is loaded.
 
     Raises:
         ValueError: a file or a task is not there, or both are named.
     """
-    from train.evaluate.tasks import PromptSet, load_prompts
-
     if options.prompts and (args.tasks or args.tasks_folder):
         raise ValueError(f"prompts of {options.prompts} and tasks: give one of the two")
+    if options.prompts and not Path(options.prompts).is_file():
+        raise ValueError(f"prompts file {options.prompts} does not exist")
     if options.prompts or not (args.tasks or args.tasks_folder or args.protocol):
-        return load_prompts(options.prompts, tokenizer, limit=options.limit, template=options.template)
+        return None
     from train.evaluate.converters import SOURCES
-    from train.evaluate.task_folder import load_task, resolve_tasks
+    from train.evaluate.task_folder import resolve_tasks
     from train.evaluate.tasks_command import FOLDER
 
     names = args.tasks.split(",") if args.tasks else list(SOURCES) if args.protocol else None
-    folder = args.tasks_folder or (FOLDER if Path(FOLDER).is_dir() else None)
-    found = PromptSet()
-    for task in resolve_tasks(names, folder):
-        loaded = load_task(task, tokenizer, limit=options.limit, template=options.template)
-        found.prompts += loaded.prompts
-        found.refused += [(line, f"{task.name}: {reason}") for line, reason in loaded.refused]
-        found.render, found.tokenizer = loaded.render, loaded.tokenizer
-    return found
+    return resolve_tasks(names, args.tasks_folder or (FOLDER if Path(FOLDER).is_dir() else None))
 
 
 def _prepare(device: str, memory_fraction: float) -> None:

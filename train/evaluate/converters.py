@@ -32,6 +32,8 @@ class Source:
         cap: prompts evaluated at most; of a longer file, a fixed random choice.
         turns: a row of the source -> the user's turns.
         load: arguments of `datasets.load_dataset` besides the name.
+        files: files of the data set that are read as they are instead; `datasets` runs no loading script of a
+            repository, and would ask all its files for one set of columns.
         keep: whether a row belongs to the task: original files may hold other splits too.
         local: the names of the original files, for people without the hub.
     """
@@ -42,6 +44,7 @@ class Source:
     cap: int
     turns: Callable[[Row], list[str]]
     load: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
     keep: Callable[[Row], bool] = lambda row: True
     local: str = ""
 
@@ -87,7 +90,7 @@ SOURCES: dict[str, Source] = {
         local="test.jsonl",
     ),
     "math500": Source(
-        "HuggingFaceH4/MATH-500", "none stated (problems of MATH, MIT)", 500, 500, _step_by_step("problem"),
+        "HuggingFaceH4/MATH-500", "none stated (PRM800K's split of MATH, both MIT)", 500, 500, _step_by_step("problem"),
         {"split": "test"}, local="test.jsonl",
     ),
     "aime25": Source(
@@ -105,8 +108,7 @@ SOURCES: dict[str, Source] = {
     ),
     "livecodebench": Source(
         "livecodebench/code_generation_lite", "CC (variant not stated)", 1055, 500, _livecodebench,
-        {"split": "test", "streaming": True,
-         "data_files": {"test": [f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6)]}},
+        files=tuple(f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6)),
         local="test.jsonl test2.jsonl ... test6.jsonl",
     ),
     "mt-bench": Source(
@@ -117,36 +119,32 @@ SOURCES: dict[str, Source] = {
     ),
     "arena-hard-v2": Source(
         "lmarena-ai/arena-hard-auto", "Apache-2.0", 750, 500, lambda row: [row["prompt"]],
-        {"split": "test", "data_files": {"test": ["data/arena-hard-v2.0/question.jsonl"]}},
+        files=("data/arena-hard-v2.0/question.jsonl",),
         local="question.jsonl",
     ),
 }  # fmt: skip
 
 
 def hub_rows(name: str) -> Iterable[Row]:
-    """A task's rows from the Hugging Face hub.
+    """A task's rows from the Hugging Face hub, all of them fetched when this returns.
 
     Raises:
         ConvertError: the `datasets` package is missing, or the hub's copy cannot be read.
     """
+    source = SOURCES[name]
     try:
+        if source.files:
+            from huggingface_hub import hf_hub_download
+
+            return file_rows([hf_hub_download(source.hub, file, repo_type="dataset") for file in source.files])
         import datasets
+
+        return datasets.load_dataset(source.hub, **source.load)
     except ImportError as error:
         raise ConvertError(
             "getting tasks from the hub needs the datasets package: pip install 'draft-jax[tasks]', or convert the "
             "original files: draft-jax tasks convert"
         ) from error
-    source = SOURCES[name]
-    options = dict(source.load)
-    path = source.hub
-    if files := options.get("data_files"):
-        # Plain files of a repository that has more than these: read by the JSON reader, not by the repository's.
-        path = "json"
-        options["data_files"] = {
-            split: [f"hf://datasets/{source.hub}/{file}" for file in names] for split, names in files.items()
-        }
-    try:
-        return datasets.load_dataset(path, **options)
     except Exception as error:  # whatever the hub's client raises, it is its refusal
         raise ConvertError(
             f"{name}: {source.hub} cannot be had from the hub ({type(error).__name__}: {error}). Without network, "

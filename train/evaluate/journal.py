@@ -45,6 +45,11 @@ def prepare(folder: Path, resume: bool) -> None:
         path.unlink()
 
 
+def shares(folder: Path) -> int:
+    """How many processes decoded the rows side by side, each charging its own time; 1 for an empty folder."""
+    return max((int(path.stem.rpartition("-of-")[2]) for path in _row_files(folder)), default=1)
+
+
 def _row_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("rows-*-of-*.jsonl"))
 

@@ -16,7 +16,8 @@ _FIELDS = (
 )  # fmt: skip
 
 #: Protocols by name: settings that the numbers of others were measured with (dspark_spec 5.1). Its two inexactnesses
-#: (8.2, defects 2 and 6) are options of their own: `--draft-sampling bfloat16` and `--count-overshoot`.
+#: (8.2, defects 2 and 6) are options of their own: `--draft-sampling bfloat16` and `--count-overshoot`. `dtype` stays
+#: auto, which is DeepSpec's bfloat16 on a GPU; another one is noted.
 PROTOCOLS: dict[str, EvalConfig] = {
     "deepspec": EvalConfig(
         max_new_tokens=2048, temperature=1.0, confidence_threshold=0.0, seed=980406, seed_by="index", template="auto"
@@ -109,7 +110,7 @@ def share(text: str) -> tuple[int, int]:
 
 def eval_options(args: argparse.Namespace, run_config: Mapping[str, Any] | None) -> EvalConfig:
     """What to evaluate: the protocol asked for, or the run's own `eval` section where there is one; then what the
-    command line says."""
+    command line says. Tasks named there take the place of the run's prompts and of their limit."""
     base = EvalConfig()
     if args.protocol:
         base = PROTOCOLS[args.protocol]
@@ -117,6 +118,8 @@ def eval_options(args: argparse.Namespace, run_config: Mapping[str, Any] | None)
         from train.config_file import build
 
         base = build(run_config["eval"], EvalConfig)
+        if args.tasks or args.tasks_folder:  # these are the prompts, not the run's own few
+            base = replace(base, prompts=None, limit=None)
     given: dict[str, Any] = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     if args.no_plain:
         given["plain"] = False
@@ -125,10 +128,15 @@ def eval_options(args: argparse.Namespace, run_config: Mapping[str, Any] | None)
     return replace(base, **given)
 
 
-def deviations(args: argparse.Namespace, options: EvalConfig) -> dict[str, Any]:
+def deviations(args: argparse.Namespace, options: EvalConfig, target_dtype: str) -> dict[str, Any]:
     """Where an evaluation under a protocol leaves it, by the names of the settings; empty when it does not.
 
     The inexactnesses that are corrected by default are none: what is measured is what the protocol means.
+
+    Args:
+        args: what the command line said.
+        options: what came of it.
+        target_dtype: what the target computes in; DeepSpec's evaluator knows bfloat16 only.
     """
     if not args.protocol:
         return {}
@@ -140,4 +148,6 @@ def deviations(args: argparse.Namespace, options: EvalConfig) -> dict[str, Any]:
         found["tasks"] = args.tasks or args.prompts
     if args.all_turns:
         found["all_turns"] = True
+    if target_dtype != "bfloat16":
+        found["target_dtype"] = target_dtype
     return found

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from train.evaluate.accounting import AcceptStatistics, Round, accept_statistics
 
 TokenKind = Literal["first", "draft", "target"]
+#: Rows of the table whose seconds are summed over processes, so that they are the speed of one.
+_RATES = ("tokens/s with the draft", "tokens/s plain", "rounds/s")
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,15 @@ class EvalResult:
         }
 
     @property
+    def accept_length_task_mean(self) -> float | None:
+        """Mean of the tasks' accept lengths, each counting the same: the average column of the paper's Table 1. None
+        for a single task, or when a task ran no round."""
+        lengths = [task["accept_length"] for task in self.tasks.values()]
+        if len(lengths) < 2 or self.error or None in lengths:
+            return None
+        return sum(lengths) / len(lengths)
+
+    @property
     def _block_size(self) -> int:
         return len(self.statistics.survival)
 
@@ -273,6 +284,7 @@ class EvalResult:
         record = {
             "accept_length": self.accept_length,
             "accept_length_sample_mean": self.accept_length_sample_mean,
+            "accept_length_task_mean": self.accept_length_task_mean,
             **_listed(statistics),
             "tokens": self.tokens,
             "prompts": len(self.samples),
@@ -317,6 +329,10 @@ class EvalResult:
             ("rounds/s", _number(self.rounds_per_second, 1)),
             ("draft's share of the time", _number(self.draft_share, 3)),
         ]
+        if self.accept_length_task_mean is not None:
+            rows.insert(4, ("accept length, mean of tasks (paper's average)", _number(self.accept_length_task_mean, 3)))
+        if self.settings.get("processes", 1) > 1:
+            rows = [(f"{name}, per process" if name in _RATES else name, value) for name, value in rows]
         if self.missing:
             rows.insert(1, ("prompts not decoded yet", str(self.missing)))
         if self.identical_to_plain is not None:

@@ -69,6 +69,7 @@ def resolve_tasks(names: Sequence[str] | None, folder: str | Path | None) -> lis
         return find_tasks(folder) if folder is not None else [TaskFile(SHIPPED, QUICKSTART_PROMPTS)]
     there = {task.name: task for task in find_tasks(folder)} if folder is not None else {}
     chosen: dict[str, TaskFile] = {}
+    absent = []
     for name in names:
         if name in there:
             task = there[name]
@@ -77,12 +78,16 @@ def resolve_tasks(names: Sequence[str] | None, folder: str | Path | None) -> lis
         elif name.endswith(SUFFIXES) and Path(name).is_file():
             task = _task(Path(name))
         else:
-            hint = f"; {folder} holds {', '.join(there)}" if there else ""
-            get = f" (draft-jax tasks get {name} makes it)" if name in SOURCES else ""
-            raise ValueError(f"task {name!r} is no file and not in the tasks folder{get}{hint}")
+            absent.append(name)
+            continue
         if task.name in chosen:
             raise ValueError(f"task {task.name} is named twice")
         chosen[task.name] = task
+    if absent:
+        known = [name for name in absent if name in SOURCES]
+        get = f" (draft-jax tasks get {' '.join(known)} makes it)" if known else ""
+        hint = f"; {folder} holds {', '.join(there)}" if there else ""
+        raise ValueError(f"task {', '.join(map(repr, absent))} is no file and not in the tasks folder{get}{hint}")
     return list(chosen.values())
 
 

@@ -132,6 +132,7 @@ def _overview(evaluations: Sequence[NamedResult], made: Sequence[Figures]) -> st
     rows: list[tuple[str, list[Any]]] = [
         ("accept length (tokens per round, bonus included)", [f.accept_length for f in made]),
         ("accept length, mean over samples", [e.result.get("accept_length_sample_mean") for e in evaluations]),
+        ("accept length, mean of tasks", [e.result.get("accept_length_task_mean") for e in evaluations]),
         ("rounds", [e.result.get("rounds") for e in evaluations]),
         ("proposals per round", [e.result.get("proposal_length") for e in evaluations]),
         ("share of verified positions that became output", [e.result.get("verify_rate") for e in evaluations]),
@@ -141,7 +142,8 @@ def _overview(evaluations: Sequence[NamedResult], made: Sequence[Figures]) -> st
         ("prompts refused", [len(e.result.get("refusals") or ()) for e in evaluations]),
         ("equal to plain greedy decoding (prompts)", [e.result.get("identical_to_plain") for e in evaluations]),
     ]
-    return html_table([("", *(f.name for f in made)), *((label, *values) for label, values in rows)])
+    known = [(label, *values) for label, values in rows if any(value is not None for value in values)]
+    return html_table([("", *(f.name for f in made)), *known])
 
 
 def _by_task(made: Sequence[Figures]) -> str:

@@ -129,8 +129,13 @@ def render_report(data: Mapping[str, Any]) -> str:
 
 
 def _errors(evaluations: Sequence[NamedResult]) -> list[str]:
-    """Evaluations whose figures must not be read: said before any figure, and left out of all of them."""
+    """Said before any figure: evaluations that are no measurement, and left out of all figures; those not finished."""
     return [
+        f'<p class="error"><b>{html.escape(item.name)}: {item.result["missing"]} prompts are not decoded yet.</b> Its '
+        "figures are of those that are, task after task: draft-jax eval --resume goes on.</p>"
+        for item in evaluations
+        if item.result.get("missing")
+    ] + [
         f'<p class="error"><b>{html.escape(item.name)}: {html.escape(str(item.result["error"]))}</b></p>'
         for item in evaluations
         if item.result.get("error")

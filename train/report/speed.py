@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,12 @@ def speed_section(evaluations: Sequence[NamedResult]) -> list[str]:
         "<h2>Speed</h2>",
         html_table([("", *names), *rows]),
         with_conclusions(chart, [conclude(item) for item in timed]),
+        *(
+            f'<p class="note">{html.escape(item.name)}: {item.settings["processes"]} processes side by side; times are '
+            "summed over them, so that speeds are those of one.</p>"
+            for item in timed
+            if item.settings.get("processes", 1) > 1
+        ),
         '<p class="note">Of this machine and harness; a server batches, schedules and overlaps differently, so only '
         "accept lengths carry over.</p>",
     ]

@@ -123,6 +123,11 @@ def test_options_come_from_the_run_then_from_the_command_line():
     assert eval_options(args, None) == EvalConfig(temperature=0.7, plain=False)
     run = {"eval": {"max_new_tokens": 32, "temperature": 0.3, "seed": 5}}
     assert eval_options(args, run) == EvalConfig(max_new_tokens=32, temperature=0.7, seed=5, plain=False)
+    run["eval"] |= {"prompts": "few.jsonl", "limit": 4}
+    assert eval_options(args, run).prompts == "few.jsonl"
+    for option in ("--tasks", "--tasks-folder"):
+        named = eval_options(parser().parse_args(["--draft", "x", option, "y"]), run)
+        assert (named.prompts, named.limit, named.seed) == (None, None, 5), "the run's few prompts are not these tasks"
 
 
 _TIMED = (
@@ -139,7 +144,7 @@ def assert_same(one, two):
         record = json.loads(path.read_text())
         for name in _TIMED:
             record.pop(name)
-        record["settings"].pop("batch_size")
+        record["settings"].pop("batch_size"), record["settings"].pop("processes")
         for sample in record["samples"]:
             sample.pop("seconds"), sample.pop("plain_seconds")
         rounds = [item for sample in record["samples"] for item in sample["rounds"]]
@@ -167,6 +172,8 @@ def test_shares_put_together_are_the_whole(arguments, tmp_path, temperature, cap
     assert sorted(path.name for path in (tmp_path / "shared.rows").iterdir()) == [
         "identity.json", "rows-1-of-1.jsonl", "rows-1-of-2.jsonl", "rows-2-of-2.jsonl",
     ]  # fmt: skip
+    assert "tokens/s with the draft, per process" in capsys.readouterr().out, "seconds are summed over the shares"
+    assert json.loads((tmp_path / "shared.json").read_text())["settings"]["processes"] == 2
 
 
 @pytest.mark.slow
@@ -253,6 +260,57 @@ def test_a_partial_result_is_written_after_each_task(arguments, tmp_path, prompt
     assert (record["prompts"], record["missing"]) == (5, 0)
     assert {name: task["prompts"] for name, task in record["tasks"].items()} == {"one": 3, "two": 2}
     assert record["settings"]["prompts"] == "one, two"
+    assert record["settings"]["left_out"] == []
+
+
+def test_what_tasks_leave_out_is_told_and_kept(arguments, tmp_path, prompts_file, capsys):
+    """Rows beyond a known task's cap, rows that are no prompts, turns not asked: printed, and in the result; and the
+    mean of the tasks beside the pooled figure."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "aime25.jsonl").write_text("".join(json.dumps({"turns": [f"w{i + 6} w9"]}) + "\n" for i in range(32)))
+    (folder / "mine.jsonl").write_text('{"turns": ["w6", "w7"]}\nno JSON\n')
+    without_prompts = [a for a in arguments if a not in ("--prompts", str(prompts_file))]
+    output = tmp_path / "out.json"
+    options = ["--tasks-folder", str(folder), "--limit", "2", "--no-plain", "--output", str(output)]
+    assert main([*without_prompts, *options]) == 0
+    record, printed = json.loads(output.read_text()), capsys.readouterr()
+    assert record["settings"]["left_out"] == [
+        "1 row(s) refused: mine: not JSON (first: line 2)",
+        "2 row(s) beyond what DeepSpec asks of the task(s): a fixed random choice is asked",
+        "1 later user turn(s) not asked: a row of turns asks its first",
+    ]
+    assert all(line in printed.err for line in record["settings"]["left_out"])
+    lengths = [task["accept_length"] for task in record["tasks"].values()]
+    assert record["accept_length_task_mean"] == sum(lengths) / 2
+    assert re.search(rf"mean of tasks \(paper's average\) +{sum(lengths) / 2:.3f}", printed.out)
+
+
+def test_what_is_not_there_is_said_before_a_target_is_loaded(arguments, tmp_path, prompts_file):
+    elsewhere = ["--target", str(tmp_path / "no-target")]
+    without_prompts = [a for a in arguments if a not in ("--prompts", str(prompts_file))]
+    for options, message in (
+        (["--tasks", "mbpp,mine.jsonl,alpaca"], r"'mbpp', 'mine.jsonl', 'alpaca' .*draft-jax tasks get mbpp alpaca "),
+        (["--prompts", "none.jsonl"], r"prompts file none\.jsonl does not exist"),
+        (["--prompts", str(prompts_file), "--tasks", "mbpp"], r"give one of the two"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            main([*without_prompts, *elsewhere, *options])
+
+
+def test_a_closed_pipe_does_not_cost_the_result(arguments, tmp_path, monkeypatch):
+    """`draft-jax eval ... | head -1`: files are written before the table."""
+    from train.evaluate import terminal
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(terminal, "format_result", closed)
+    output, report = tmp_path / "out.json", tmp_path / "out.html"
+    with pytest.raises(BrokenPipeError):
+        main([*arguments, "--limit", "2", "--no-plain", "--output", str(output), "--report", str(report)])
+    assert json.loads(output.read_text())["missing"] == 0
+    assert report.exists()
 
 
 def test_later_turns_are_asked_after_the_drafted_answers(arguments, tmp_path, draft_folder):
@@ -294,13 +352,14 @@ def test_deepspec_protocol_is_its_settings(arguments):
     assert (options.temperature, options.max_new_tokens, options.confidence_threshold) == (1.0, 2048, 0.0)
     assert (options.seed, options.seed_by, options.template) == (980406, "index", "auto")
     assert (options.draft_sampling, options.count_overshoot) == ("float32", False)
-    assert deviations(args, options) == {}
+    assert deviations(args, options, "bfloat16") == {}
+    assert deviations(args, options, "float32") == {"target_dtype": "float32"}, "DeepSpec evaluates in bfloat16"
     args = parser().parse_args(
         ["--draft", "x", "--protocol", "deepspec", "--draft-sampling", "bfloat16", "--count-overshoot", "--limit", "5"]
     )
     options = eval_options(args, None)
     assert (options.draft_sampling, options.count_overshoot) == ("bfloat16", True)
-    assert deviations(args, options) == {"limit": 5}
+    assert deviations(args, options, "bfloat16") == {"limit": 5}
 
 
 def test_deepspec_protocol_wants_its_nine_tasks(arguments, prompts_file, tmp_path):
@@ -313,7 +372,7 @@ def test_deepspec_protocol_wants_its_nine_tasks(arguments, prompts_file, tmp_pat
     assert main([*without_prompts, *options]) == 0
     settings = json.loads(output.read_text())["settings"]
     assert (settings["protocol"], settings["seed_by"], settings["temperature"]) == ("deepspec", "index", 1.0)
-    assert settings["protocol_deviations"] == {"max_new_tokens": 10, "tasks": "gsm8k"}
+    assert settings["protocol_deviations"] == {"max_new_tokens": 10, "tasks": "gsm8k", "target_dtype": "float32"}
 
 
 @pytest.mark.parametrize("content", [None, "x"])

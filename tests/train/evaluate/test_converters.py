@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import huggingface_hub
 import pytest
 
 from train.evaluate.converters import SOURCES, ConvertError, file_rows, hub_rows, prompts, write_task
@@ -129,18 +130,44 @@ def test_the_hubs_client_reads_a_repository_of_that_layout(name, config, split, 
     assert [item["turns"] for item in prompts(name, hub_rows(name))] == [turns]
 
 
-def test_without_the_hub_the_original_files_are_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("arena-hard-v2", ["data/arena-hard-v2.0/question.jsonl"]),
+        ("livecodebench", ["test.jsonl", "test2.jsonl", "test3.jsonl", "test4.jsonl", "test5.jsonl", "test6.jsonl"]),
+    ],
+)
+def test_plain_files_of_a_repository_are_fetched_from_the_hub(name, files, tmp_path, monkeypatch):
+    """The real client, on a cache that holds the repository: by its name and kind, the files in their order."""
+    commit = "0" * 40
+    repository = tmp_path / f"datasets--{SOURCES[name].hub.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    key = "prompt" if name == "arena-hard-v2" else "question_content"
+    for number, file in enumerate(files):
+        path = repository / "snapshots" / commit / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(PUBLISHED[name][0] | {key: f"question {number}"}) + "\n")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    rows = list(prompts(name, hub_rows(name)))
+    assert [f"question {number}" in row["turns"][0] for number, row in enumerate(rows)] == [True] * len(files)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "arena-hard-v2"])
+def test_without_the_hub_the_original_files_are_named(name, tmp_path, monkeypatch, capsys):
+    """Nothing fetched, no network: the command goes on with the next task, and says how to do without."""
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-
-    def refuse(*args, **options):
-        assert options["data_files"] == {
-            "test": ["hf://datasets/lmarena-ai/arena-hard-auto/data/arena-hard-v2.0/question.jsonl"]
-        }
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ConvertError, match=r"arena-hard-v2: .* no network.*original file\(s\) \(question\.jsonl\)"):
-        hub_rows("arena-hard-v2")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    wanted = rf"{name}: .* cannot be had from the hub .*original file\(s\) .*draft-jax tasks convert {name} FILE"
+    with pytest.raises(ConvertError, match=wanted):
+        hub_rows(name)
+    assert main(["get", name, "aime25"]) == 1
+    assert [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()] == [name, "aime25"]
 
 
 def test_rows_of_something_else_are_refused_and_nothing_is_written(tmp_path):

@@ -53,10 +53,16 @@ def test_speed_and_shares(result):
 
 
 def test_means_are_told_apart(sample):
-    short = SampleResult("q", 1, 5, [Round((7,), 3, 0)], "length", Seconds())
+    short = SampleResult("q", 1, 5, [Round((7,), 3, 0)], "length", Seconds(), task="other")
     result = EvalResult(accept_statistics([*ROUNDS, *short.rounds], 3), [sample, short], [], [], {"greedy": True})
     assert result.accept_length == 6 / 3
     assert result.accept_length_sample_mean == (5 / 2 + 1) / 2
+    assert result.accept_length_task_mean == (5 / 2 + 1) / 2
+    third = SampleResult("r", 1, 5, [Round((7, 8), 3, 1)], "length", Seconds(), task="other")
+    result.samples.append(third)
+    assert result.accept_length_task_mean == (5 / 2 + 3 / 2) / 2
+    result.samples[0].rounds = []
+    assert result.accept_length_task_mean is None, "a task without rounds has no accept length to average"
     assert result.identical_to_plain is None, "one sample has no plain output to compare with"
 
 
@@ -64,5 +70,6 @@ def test_an_error_withholds_the_number(result):
     result.error = "nothing proposed"
     assert result.accept_length is None
     assert result.accept_length_sample_mean is None
+    assert result.accept_length_task_mean is None
     assert result.to_json()["accept_length"] is None
     assert result.to_json()["error"] == "nothing proposed"

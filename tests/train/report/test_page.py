@@ -81,6 +81,17 @@ def test_an_evaluation_in_error_is_loud_and_has_no_number(page):
     assert page.count("broken") == 1, "no table, no chart and no comparison may hold it"
 
 
+def test_an_evaluation_not_finished_says_so_before_any_figure():
+    page = render_report({"evaluations": [{"name": "half", "result": made_result(prompts=12) | {"missing": 7}}]})
+    assert page.index("half: 7 prompts are not decoded yet.") < page.index("<h2>Acceptance</h2>")
+    assert "processes side by side" not in page
+
+
+def test_speeds_of_several_processes_are_named_as_those_of_one():
+    page = render_report({"evaluations": [{"name": "spread", "result": made_result(prompts=12, processes=4)}]})
+    assert "spread: 4 processes side by side; times are summed over them, so that speeds are those of one." in page
+
+
 def test_equal_data_gives_equal_bytes(data, tmp_path):
     some = {"title": "t", "training": data["training"]}
     first = write_report(tmp_path / "deep" / "a.html", some).read_bytes()
