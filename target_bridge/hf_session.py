@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +11,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from target_bridge.batching import pad_right, plan_groups
-from target_bridge.hf_slots import SlotCache, SlotLayer, SlotMasks, make_layout
+from target_bridge.batching import plan_groups
+from target_bridge.hf_attention import folded_heads, without_plans
+from target_bridge.hf_graphs import ForwardGraphs, States, fixed_shape
+from target_bridge.hf_slots import Layout, SlotCache, SlotLayer, SlotMasks, cached_positions, make_layout
 from target_bridge.hf_taps import LayerTaps
 from target_bridge.target import SessionStep, TargetError, check_ids
 
@@ -22,18 +26,22 @@ class HFSession:
     """`extend` runs provisional ids on top of the committed ones of each slot, `commit` keeps the first of them.
 
     Texts that are new run without reading the cache, as `capture` runs them. All others share forwards padded on the
-    right, with a mask of their own; see `target_bridge.hf_slots`.
+    right, with a mask of their own; see `target_bridge.hf_slots`. On a GPU forwards are padded to few shapes, and those
+    that come again are replayed as CUDA graphs; see `target_bridge.hf_graphs`.
 
     Args:
         target: the model.
         max_length: tokens a text may have.
         max_sequences: texts side by side.
+        few_shapes: pad to few shapes; None = on a GPU.
 
     Raises:
         TargetError: a length or a number that cannot be, or a kind of layer that cannot take tokens back.
     """
 
-    def __init__(self, target: HFTarget, max_length: int, max_sequences: int = 1) -> None:
+    def __init__(
+        self, target: HFTarget, max_length: int, max_sequences: int = 1, *, few_shapes: bool | None = None
+    ) -> None:
         if max_length < 1 or max_length > target.info.max_length:
             raise TargetError(
                 f"session max_length {max_length} must be 1..{target.info.max_length}, the most that target "
@@ -47,6 +55,12 @@ class HFSession:
         self._pending: dict[int, int] = {}
         self._masks = SlotMasks(target.text_config, target.info.name)
         self._cache: SlotCache | None = SlotCache(target.info.num_layers, max_sequences, max_length)
+        self._few_shapes = target.device.type == "cuda" if few_shapes is None else few_shapes
+        self._graphs: ForwardGraphs | None = ForwardGraphs(
+            functools.partial(_states, target, self._cache, self._masks),
+            target.device,
+            record=self._few_shapes and target.device.type == "cuda",
+        )
 
     @property
     def max_sequences(self) -> int:
@@ -118,42 +132,33 @@ class HFSession:
     def close(self) -> None:
         """Free the cache."""
         self._cache = None
+        self._graphs = None
         self._target = None
 
     def _forward(
         self, target: HFTarget, slots: list[int], ids: list[np.ndarray], last_logits: int | None
     ) -> dict[int, SessionStep]:
-        """One forward over rows that all have a prefix, or all have none."""
-        cache, parts, counts = self._cache, target.parts, [len(array) for array in ids]
-        assert cache is not None
+        """One forward over texts that all have a prefix, or all have none."""
+        assert self._graphs is not None
+        counts = [len(array) for array in ids]
         starts = [self._lengths[slot] for slot in slots]
-        layout = cache.layout = make_layout(slots, starts, counts, self.max_sequences, self._max_length, target.device)
-        arguments: dict[str, Any] = {parts.cache_argument: cache}
-        mask = self._masks.make(layout, parts.embedding.dtype)
-        if mask is not None:
-            arguments["attention_mask"] = mask
-        with LayerTaps(parts.layers, target.info.layer_ids) as taps:
-            output = parts.decoder(
-                input_ids=torch.as_tensor(pad_right(ids), device=target.device),
-                position_ids=layout.positions,
-                use_cache=True,
-                **arguments,
-            )
-            context = taps.take()
-        if not all(isinstance(layer, SlotLayer) and layer.is_initialized for layer in cache.layers):
-            raise TargetError(
-                f"target {target.info.name}: some of its layers did not use the KV cache, so it cannot take tokens back"
-            )
+        shape = None
+        if self._few_shapes:
+            needed = max(start + count for start, count in zip(starts, counts)) if any(starts) else 0
+            most = cached_positions(self._max_length)
+            shape = fixed_shape(len(slots), max(counts), needed, self.max_sequences, most)
+        layout, places = make_layout(slots, starts, ids, self.max_sequences, self._max_length, shape)
+        hidden, context = self._graphs.run(layout)
         wanted = [count if last_logits is None else min(last_logits, count) for count in counts]
-        rows = np.repeat(np.arange(len(slots)), wanted)
+        rows = np.repeat(places, wanted)
         tokens = np.concatenate([np.arange(count - keep, count) for count, keep in zip(counts, wanted)])
-        hidden = output.last_hidden_state[
-            torch.as_tensor(rows, device=target.device), torch.as_tensor(tokens, device=target.device)
-        ]
-        logits = F.linear(hidden, parts.head)[:, : target.info.vocab_size].float().split(wanted)
+        picked = torch.from_numpy(rows * layout.tokens + tokens).to(target.device)
+        chosen = hidden.flatten(0, 1).index_select(0, picked)
+        logits = F.linear(chosen, target.parts.head)[:, : target.info.vocab_size].float().split(wanted)
+        context = context.clone() if self._few_shapes else context  # the next forward may write over it
         return {
-            slot: SessionStep(logits=logits[row], context_hidden=context[row, : counts[row]])
-            for row, slot in enumerate(slots)
+            slot: SessionStep(logits=logits[index], context_hidden=context[place, : counts[index]])
+            for index, (slot, place) in enumerate(zip(slots, places.tolist()))
         }
 
     def _check_extend(self, slot: int, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
@@ -179,6 +184,26 @@ class HFSession:
         if self._target is None:
             raise TargetError("this session is closed; open another with target.open_session(...)")
         return self._target
+
+
+def _states(target: HFTarget, cache: SlotCache, masks: SlotMasks, layout: Layout) -> States:
+    """Hidden and tapped states of one forward, whose keys and values go into the cache."""
+    parts = target.parts
+    cache.layout = layout
+    arguments: dict[str, Any] = {parts.cache_argument: cache}
+    mask = masks.make(layout, parts.embedding.dtype)
+    if mask is not None:
+        arguments["attention_mask"] = mask
+    # Without a prefix the model makes its own masks, by the name of its own attention.
+    attention = contextlib.nullcontext() if mask is None else folded_heads(target.text_config)
+    with without_plans(target.device), attention, LayerTaps(parts.layers, target.info.layer_ids) as taps:
+        output = parts.decoder(input_ids=layout.ids, position_ids=layout.positions, use_cache=True, **arguments)
+        context = taps.take()
+    if not all(isinstance(layer, SlotLayer) and layer.is_initialized for layer in cache.layers):
+        raise TargetError(
+            f"target {target.info.name}: some of its layers did not use the KV cache, so it cannot take tokens back"
+        )
+    return output.last_hidden_state, context
 
 
 #: Largest relative difference (L2) of logits between cached and plain forwards; bf16 kernels round by shape.

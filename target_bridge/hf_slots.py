@@ -25,44 +25,108 @@ _READ_STEP = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of one forward stand.
+    """The tokens of one forward and where they stand: views of one tensor.
 
     Attributes:
-        slots: int64 [R]: slot of each row.
+        ids: int64 [R, T]: the tokens; padding is 0.
         positions: int64 [R, T]: position of each token in its text; padding repeats the row's last one.
         cells: int64 [R, T]: cached position each token is written to; padding goes to the spare one, `max_length`.
+        slots: int64 [R]: slot of each row.
         read: how many cached positions attention reads; 0 = no row has a prefix, so the cache is not read at all.
         every: the rows are all slots in order: the cache is read in place.
     """
 
-    slots: torch.Tensor
+    ids: torch.Tensor
     positions: torch.Tensor
     cells: torch.Tensor
+    slots: torch.Tensor
     read: int
     every: bool
 
 
+@dataclass(frozen=True)
+class HostLayout:
+    """A `Layout` on the host, in one array: one transfer brings it to a device.
+
+    Attributes:
+        packed: int64 [3 R T + R]: ids, positions, cells and slots, one after the other.
+        rows: R.
+        tokens: T.
+        read: as in `Layout`.
+        every: as in `Layout`.
+    """
+
+    packed: np.ndarray
+    rows: int
+    tokens: int
+    read: int
+    every: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int, bool]:
+        """What a forward's kernels depend on."""
+        return self.rows, self.tokens, self.read, self.every
+
+    def on(self, packed: torch.Tensor) -> Layout:
+        """The layout whose numbers are, or will be, in `packed`, a tensor shaped like this one's array."""
+        cells = self.rows * self.tokens
+        ids, positions, written = packed[: 3 * cells].view(3, self.rows, self.tokens)
+        return Layout(ids, positions, written, packed[3 * cells :], self.read, self.every)
+
+
 def make_layout(
-    slots: Sequence[int], starts: Sequence[int], counts: Sequence[int], num_slots: int, max_length: int, device: Any
-) -> Layout:
-    """The layout of a forward over `counts[r]` tokens after the first `starts[r]` of slot `slots[r]`."""
-    offset = np.arange(max(counts))[None]
-    start, count = np.asarray(starts)[:, None], np.asarray(counts)[:, None]
-    positions = start + np.minimum(offset, count - 1)
-    cells = np.where(offset < count, positions, max_length)
-    read = 0
-    if any(starts):
-        longest = int((start + count).max())
-        read = min(longest + -longest % _READ_STEP, max_length)
+    slots: Sequence[int],
+    starts: Sequence[int],
+    ids: Sequence[np.ndarray],
+    num_slots: int,
+    max_length: int,
+    shape: tuple[int, int, int] | None = None,
+) -> tuple[HostLayout, np.ndarray]:
+    """The layout of a forward over `ids[i]` after the first `starts[i]` tokens of slot `slots[i]`.
 
-    def tensor(array: Any) -> torch.Tensor:
-        return torch.as_tensor(np.asarray(array, np.int64), device=device)
+    Args:
+        slots: ascending.
+        starts: committed tokens of each; all 0, or none.
+        ids: int64, at least one each.
+        num_slots: of the cache.
+        max_length: tokens a text may have.
+        shape: (rows, tokens, read), each at least what is needed, to be padded to; None = no more than is needed.
 
-    return Layout(tensor(slots), tensor(positions), tensor(cells), read, list(slots) == list(range(num_slots)))
+    Returns:
+        The layout, and int64 [n]: which of its rows each slot has.
+    """
+    counts = np.array([len(array) for array in ids])
+    read = _up(int((np.asarray(starts) + counts).max()), _READ_STEP) if any(starts) else 0
+    rows, tokens, read = shape or (len(slots), int(counts.max()), read)
+    every = rows == num_slots
+    # Rows that nobody asked for write to the spare position of their slot, and are not looked at.
+    place = np.asarray(slots) if every else np.arange(len(slots))
+    start, count = np.zeros((2, rows, 1), np.int64)
+    start[place, 0], count[place, 0] = starts, counts
+    packed = np.zeros(3 * rows * tokens + rows, np.int64)
+    given, positions, cells = packed[: 3 * rows * tokens].reshape(3, rows, tokens)
+    for row, array in zip(place, ids):
+        given[row, : len(array)] = array
+    offset = np.arange(tokens)[None]
+    positions[:] = start + np.minimum(offset, np.maximum(count - 1, 0))
+    cells[:] = np.where(offset < count, positions, max_length)
+    packed[3 * rows * tokens :][place] = slots
+    if every:
+        packed[3 * rows * tokens :] = np.arange(num_slots)
+    return HostLayout(packed, rows, tokens, read, every), place
+
+
+def cached_positions(max_length: int) -> int:
+    """Positions a slot has in the cache: a spare one behind the last token, in whole steps of what is read."""
+    return _up(max_length + 1, _READ_STEP)
+
+
+def _up(count: int, step: int) -> int:
+    return count + -count % step
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one decoder layer, [slots, G, max_length + 1, C] each; the last position is a spare.
+    """Keys and values of one decoder layer, [slots, G, `cached_positions`, C] each.
 
     Args:
         owner: gives the layout of the forward that runs.
@@ -76,7 +140,7 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates on first use: only the forward knows heads, dims and dtype."""
-        length = self._owner.max_length + 1
+        length = cached_positions(self._owner.max_length)
 
         def room(states: torch.Tensor) -> torch.Tensor:
             # Zeros: what is masked has weight 0, and 0 times what memory happens to hold need not be 0.
@@ -84,9 +148,9 @@ class SlotLayer(CacheLayerMixin):
             try:
                 return states.new_zeros(shape)
             except torch.OutOfMemoryError as error:
-                layers = 2 * len(self._owner) * states.element_size() * math.prod(shape) / 2**30
+                owner, size = self._owner, 2 * len(self._owner) * states.element_size() * math.prod(shape) / 2**30
                 raise TargetError(
-                    f"the KV cache of {self._owner.num_slots} texts of {length - 1} tokens needs {layers:.1f} GiB on "
+                    f"the KV cache of {owner.num_slots} texts of {owner.max_length} tokens needs {size:.1f} GiB on "
                     f"{states.device}, which are not free: decode fewer side by side (eval.batch_size), or shorter "
                     "texts (eval.max_context)"
                 ) from error

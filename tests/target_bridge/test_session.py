@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from target_bridge import hf_session
+from target_bridge import hf_attention, hf_session
 from target_bridge.hf import HFTarget, load_hf_target
+from target_bridge.hf_graphs import fixed_shape
+from target_bridge.hf_session import HFSession
 from target_bridge.target import TargetError
 
 FAMILIES = {
@@ -39,12 +41,15 @@ def test_the_mixed_family_has_both_kinds_of_layers(targets):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize(("seed", "slots"), [(0, 1), (1, 1), (2, 3), (3, 5), (4, 5)])
-def test_any_commits_in_any_company_equal_a_full_forward(targets, kind, seed, slots):
-    """Ragged extends of random slots; some texts end and their slot takes another."""
+@pytest.mark.parametrize(
+    ("seed", "slots", "few_shapes"), [(0, 1, False), (1, 1, True), (2, 3, False), (3, 5, False), (4, 5, True)]
+)
+def test_any_commits_in_any_company_equal_a_full_forward(targets, kind, seed, slots, few_shapes):
+    """Ragged extends of random slots; some texts end and their slot takes another. Padded to few shapes (as on a GPU)
+    or not."""
     target = targets[kind]
     rng = np.random.default_rng(seed)
-    session = target.open_session(60, slots)
+    session = HFSession(target, 60, slots, few_shapes=few_shapes)
     texts: dict[int, list[int]] = {slot: [] for slot in range(slots)}
     longest = reused = 0
     for _ in range(14):
@@ -99,6 +104,39 @@ def test_texts_decoded_together_share_forwards(targets, monkeypatch):
     monkeypatch.setattr(session, "_forward", lambda *a: calls.append(a[1]) or forward(*a))
     session.extend({8: [1] * 5, **{slot: [1, 2, 3, 4] for slot in range(8)}})
     assert calls == [[8], list(range(8))]
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens", "needed", "shape"),
+    [
+        (64, 1, 80, (64, 1, 256)),  # plain decoding
+        (17, 8, 257, (64, 8, 512)),  # a block of 7 and its anchor
+        (16, 5, 257, (16, 8, 512)),  # a quarter of the rows does
+        (1, 5, 600, (1, 8, 736)),  # no more than the cache holds
+        (8, 70, 0, (16, 128, 0)),  # prompts
+        (64, 70, 0, None),  # too many tokens for padding to pay
+    ],
+)
+def test_forwards_are_padded_to_few_shapes(count, tokens, needed, shape):
+    assert fixed_shape(count, tokens, needed, num_slots=64, most_read=736) == shape
+
+
+def test_keys_are_not_copied_for_every_query_head(targets, monkeypatch):
+    """4 query heads share 2 key heads: attention reads the 2."""
+    heads = []
+    attention = hf_attention.F.scaled_dot_product_attention
+
+    def recorded(query, key, value, **options):
+        heads.append((query.shape[1:3], key.shape[1]))
+        return attention(query, key, value, **options)
+
+    session = targets["llama"].open_session(40, 2)
+    session.extend({0: [1, 2, 3], 1: [4]})
+    session.commit({0: 3, 1: 1})
+    monkeypatch.setattr(hf_attention.F, "scaled_dot_product_attention", recorded)
+    session.extend({0: [5, 6, 7], 1: [8, 9, 10]})
+    assert heads == [((2, 6), 2)] * 5
+    assert targets["llama"].text_config._attn_implementation == "sdpa"
 
 
 def test_last_logits_only(targets):
