@@ -7,15 +7,18 @@
 #   serve_check.sh draft       the public draft from .carry/draft, rewritten in the serving layout
 #   serve_check.sh smoke       Engine with that draft, temperature 0 and 1; fills the kernel caches
 #   serve_check.sh check NAME DRAFT LIMIT    offline evaluation, then serve-check; result in $OUT/NAME.json
-#   serve_check.sh train       a draft of ours: 15,013 conversations, EPOCHS (9) times, BRIDGE (sglang), TRAIN_SECONDS (500) at most;
+#   serve_check.sh train       a draft of ours on 15,013 conversations, TRAIN_STEPS steps (default: what TRAIN_SECONDS hold at STEP_MS
+#                              each behind 70 s of starting), BRIDGE (sglang), stopped and saved after TRAIN_SECONDS (500);
 #                              its export is $W/run/export: then `check ours /tmp/serve/run/export 200`
 #   serve_check.sh all         draft, smoke beside the offline evaluations, check of 64, then of 200 prompts
-# Every step prints one JSON line {"step", "s", ...} as soon as it is done.
+# Every step prints one JSON line {"step", "s", ...} as soon as it is done. tools/h200/bridge.sh runs what it can side by side.
+# A dry run on a CPU: DEVICE=cpu ATTENTION=torch_native BUNDLE=/nowhere EXTRA_PATH=tests/sglang/standin ... serve_check.sh train
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-W=${WORK:-/tmp/serve}; B=/tmp/sglang_bundle; OUT=${OUT:-$W/out}
+W=${WORK:-/tmp/serve}; B=${BUNDLE:-/tmp/sglang_bundle}; OUT=${OUT:-$W/out}; CARRY=${CARRY:-.carry}; WHL=${WHL:-.whl}; SITE=${SITE:-/tmp/site}
+DEVICE=${DEVICE:-cuda} ATTENTION=${ATTENTION:-triton}
 export DRAFT_JAX_CACHE=${DRAFT_JAX_CACHE:-/tmp/cache} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-export PYTHONPATH=/tmp/site:$PWD CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} FLASHINFER_CUDA_ARCH_LIST=9.0a
+export PYTHONPATH=${EXTRA_PATH:+$EXTRA_PATH:}$SITE:$PWD CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} FLASHINFER_CUDA_ARCH_LIST=9.0a
 # FlashInfer's sampling kernels include curand.h, which pip's CUDA packages keep among Python's
 if [ ! -e $CUDA_HOME/include/curand.h ]; then
   for h in $(python3 -c "import site; print(*site.getsitepackages())"); do
@@ -30,29 +33,29 @@ for f in /usr/local/nvidia/lib64/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.
 done
 # flags for server and smoke: the bundle leaves FlashAttention-3 out, and 0.5.16's Triton backend is wrong for a draft
 # (docs/serving.md): Triton for the target, FlashInfer for the draft; a third of the GPU
-SERVER=(--server-pythonpath $B/transformers --server-pythonpath $B/rest --attention-backend triton --server-memory 0.3
+SERVER=(--server-pythonpath $B/transformers --server-pythonpath $B/rest --attention-backend triton --server-memory "${SERVER_MEMORY:-0.3}"
         --draft-attention-backend "${DRAFT_BACKEND:-flashinfer}"
         --concurrency "${CONCURRENCY:-16}" --start-timeout 300 --request-timeout 300)
 [ -n "${GRAPHS:-}" ] || SERVER+=(--server-arg disable_cuda_graph=true)
-mkdir -p "$W/aot" "$OUT" /tmp/site
+mkdir -p "$W/aot" "$OUT" "$SITE"
 step() { printf '{"step": "%s", "s": %d%s}\n' "$1" "$SECONDS" "${2:+, $2}"; }
 
 unpack() {
-  if [ -d .whl ] && [ ! -e $W/wheels ]; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl; touch $W/wheels
+  if [ -d "$WHL" ] && [ ! -e $W/wheels ]; then
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" "$WHL"/*.whl; touch $W/wheels
   fi
-  [ ! -d .carry/flashinfer_aot ] || cp -rn .carry/flashinfer_aot/. $W/aot/  # kernels compiled elsewhere (CUDA 13.0, sm_90a)
-  if [ -d .carry/sglang ] && [ ! -e $B/done ]; then
+  [ ! -d $CARRY/flashinfer_aot ] || cp -rn $CARRY/flashinfer_aot/. $W/aot/  # kernels compiled elsewhere (CUDA 13.0, sm_90a)
+  if [ -d $CARRY/sglang ] && [ ! -e $B/done ]; then
     mkdir -p $B/transformers $B/rest
     for part in transformers sglang deps flashinfer; do
       into=$B/rest; [ $part = transformers ] && into=$B/transformers
-      tar -xJf .carry/sglang/$part.tar.xz -C $into &
+      tar -xJf $CARRY/sglang/$part.tar.xz -C $into &
     done
     wait
-    mkdir -p $B/rest/flashinfer/data/aot; cp -rn $W/aot/. $B/rest/flashinfer/data/aot/
     ls $B/rest/{sglang/version.py,flashinfer/__init__.py,msgspec/__init__.py} $B/transformers/transformers/__init__.py > /dev/null; touch $B/done
   fi
-  step unpack "\"wheels\": $(ls /tmp/site | wc -l), \"bundle\": $([ -e $B/done ] && echo true || echo false)"
+  if [ -e $B/done ] && [ -n "$(ls -A $W/aot)" ]; then mkdir -p $B/rest/flashinfer/data/aot; cp -rn $W/aot/. $B/rest/flashinfer/data/aot/; fi
+  step unpack "\"wheels\": $(ls "$SITE" | wc -l), \"bundle\": $([ -e $B/done ] && echo true || echo false)"
 }
 warm() { # in SGLang's own environment
   local path=$B/transformers:$B/rest:$PYTHONPATH
@@ -66,7 +69,7 @@ warm() { # in SGLang's own environment
 }
 warmed() { while [ ! -e $W/warmed ] && [ $SECONDS -lt 240 ]; do sleep 1; done; cat $W/warm.json; }
 target() {
-  for f in .carry/a/part_aa .carry/b/part_ab .carry/b/train.jsonl.gz /tmp/part_aa /tmp/part_ab /tmp/train.jsonl.gz; do
+  for f in $CARRY/a/part_aa $CARRY/b/part_ab $CARRY/b/train.jsonl.gz /tmp/part_aa /tmp/part_ab /tmp/train.jsonl.gz; do
     if [ -f $f ] && [ ! -e $W/${f##*/} ]; then cp $f $W/; fi
   done
   [ ! -f $W/train.jsonl.gz ] || [ -e $W/data/held_out.jsonl ] || python3 tools/h200/held_out.py $W/train.jsonl.gz $W/data 200
@@ -86,37 +89,56 @@ P
   step target "\"complete\": $([ -e "$TARGET/draft_jax_source.json" ] && echo true || echo false)"
 }
 draft() {
-  [ -e $W/deepspec/config.json ] || JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= python3 -m train.cli export --draft .carry/draft \
+  [ -e $W/deepspec/config.json ] || JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= python3 -m train.cli export --draft $CARRY/draft \
     --target "$TARGET" --output $W/deepspec > $W/export.log
   step draft "\"checks\": $(grep -c '^ *ok' $W/export.log || echo 0)"
 }
 smoke() { python3 tools/h200/serve_smoke.py "$TARGET" $W/deepspec "${SERVER[@]}" --output $W/smoke 2> >(tee $W/smoke.log >&2) | tee "$OUT/smoke.json"; step smoke; }
 offline() { # NAME DRAFT LIMIT TEMPERATURE
   python3 -m train.cli eval --draft "$2" --target "$TARGET" --prompts $W/data/held_out.jsonl --limit "$3" --no-plain \
-    --dtype bfloat16 --temperature "$4" --memory-fraction 0.15 --output "$W/$1_t$4.json" ${EVAL_ARGS:-} > "$W/$1_t$4.log" 2>&1 || { tail -5 "$W/$1_t$4.log"; return 1; }
+    --dtype bfloat16 --temperature "$4" --device "$DEVICE" --memory-fraction 0.05 --output "$W/$1_t$4.json" ${EVAL_ARGS:-} > "$W/$1_t$4.log" 2>&1 || { tail -5 "$W/$1_t$4.log"; return 1; }
   step "offline_$1_t$4" "\"accept_length\": $(python3 -c "import json; print(json.load(open('$W/$1_t$4.json'))['accept_length'])")"
 }
 served() { # NAME DRAFT LIMIT
   local code=0
   python3 -m train.cli serve-check --draft "$2" --target "$TARGET" --prompts $W/data/held_out.jsonl --limit "$3" \
-    --offline "$W/$1_t0.json" "$W/$1_t1.json" "${SERVER[@]}" --output "$W/$1" 2>&1 | tee "$OUT/$1.txt" || code=$?
+    --offline "$W/$1_t0.json" "$W/$1_t1.json" "${SERVER[@]}" ${SERVE_ARGS:-} --output "$W/$1" 2>&1 | tee "$OUT/$1.txt" || code=$?
   [ -f "$W/$1/result.json" ] && cp "$W/$1/result.json" "$OUT/$1.json" || true
+  cp $W/$1/*.log "$OUT/" 2> /dev/null || true
   step "serve_check_$1" "\"exit_code\": $code"
+  return $code
 }
-check() { offline "$1" "$2" "$3" 0 & offline "$1" "$2" "$3" 1 & wait; served "$1" "$2" "$3"; }
+both() { offline "$1" "$2" "$3" 0 & local first=$!; offline "$1" "$2" "$3" 1; wait $first; }  # the two temperatures side by side
+check() { both "$1" "$2" "$3"; served "$1" "$2" "$3"; }
 train() {
-  local engine=() code=0 path=$PYTHONPATH
+  local engine=() code=0 path=$PYTHONPATH seconds=${TRAIN_SECONDS:-500} steps
+  steps=${TRAIN_STEPS:-$(((seconds - 70) * 1000 / ${STEP_MS:-80}))}
   if [ "${BRIDGE:-sglang}" = sglang ]; then
-    engine=(--target.sglang.attention_backend triton --target.sglang.mem_fraction_static 0.3); path=$B/transformers:$B/rest:$PYTHONPATH
+    # 0.6: weights and KV pool are small, and other processes may be taking memory meanwhile
+    engine=(--target.sglang.attention_backend="$ATTENTION" --target.sglang.mem_fraction_static=0.6); path=$B/transformers:$B/rest:$PYTHONPATH
   fi
-  PYTHONPATH=$path SGLANG_ENABLE_JIT_DEEPGEMM=0 timeout -s TERM "${TRAIN_SECONDS:-500}" python3 -m train.cli train \
-    --config configs/smollm2-135m.yaml --run_dir $W/run --target.path "$TARGET" --target.bridge "${BRIDGE:-sglang}" "${engine[@]}" \
-    --data.path $W/data/train.jsonl --train.epochs "${EPOCHS:-9}" --checkpoint.every 0 ${TRAIN_ARGS:-} > $W/train.log 2>&1 || code=$?
-  tail -3 $W/train.log; cp $W/run/metrics.jsonl "$OUT/train_metrics.jsonl" || true
-  step train "\"exit_code\": $code"
+  (while sleep 10; do cp "$W/run/metrics.jsonl" "$OUT/train_metrics.jsonl" || true; done 2> /dev/null) & local copying=$!
+  PYTHONPATH=$path SGLANG_ENABLE_JIT_DEEPGEMM=0 timeout -s TERM -k 60 "$seconds" python3 -m train.cli train \
+    --config configs/smollm2-135m.yaml --run_dir=$W/run --target.path="$TARGET" --target.bridge="${BRIDGE:-sglang}" --target.device="$DEVICE" \
+    "${engine[@]}" --data.path=$W/data/train.jsonl --train.epochs=null --train.steps="$steps" --train.memory_fraction=0.15 \
+    --checkpoint.every=0 --logging.progress=false ${TRAIN_ARGS:-} > $W/train.log 2>&1 || code=$?
+  kill $copying || true; cp $W/train.log "$OUT/train.log"; cp $W/run/metrics.jsonl "$OUT/train_metrics.jsonl" || true
+  grep -E '^(PASS|FAIL|PROBE|layer|final|kept)' $W/train.log || true; tail -3 $W/train.log
+  step train "\"exit_code\": $code, \"steps_asked\": $steps, $(python3 - "$W/run/metrics.jsonl" <<'P' || echo '"metrics": null'
+import json, sys
+lines = [json.loads(line) for line in open(sys.argv[1])]
+late = lines[len(lines) // 2 :]
+mean = lambda name: sum(line[name] for line in late) / len(late)
+print(f'"steps": {lines[-1]["step"]}, "training_s": {sum(line["seconds_per_step"] for line in lines):.1f}, '
+      f'"second_half": {{"ms_per_step": {1e3 * mean("seconds_per_step"):.1f}, "tokens_per_s": {mean("tokens_per_second"):.0f}, '
+      f'"target_share": {mean("capture_share"):.3f}, "draft_share": {mean("draft_share"):.3f}, "tau_probabilistic": '
+      f'{sum(line["tau_probabilistic"] for line in lines[-50:]) / len(lines[-50:]):.3f}}}')
+P
+)"
   JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= python3 -m train.cli export --run $W/run --target "$TARGET" --output $W/run/export --force > $W/export_run.log 2>&1 \
     || tail -5 $W/export_run.log
-  step export
+  step export "\"complete\": $([ -s $W/run/export/model.safetensors ] && echo true || echo false)"
+  [ -s $W/run/export/model.safetensors ]
 }
 all() {
   draft
@@ -124,8 +146,8 @@ all() {
   smoke &
   offline ds64 $W/deepspec 64 0 & offline ds64 $W/deepspec 64 1 &
   wait
-  served ds64 $W/deepspec 64
-  check ds200 $W/deepspec 200
+  served ds64 $W/deepspec 64 || true
+  check ds200 $W/deepspec 200 || true
   step total
 }
 "$@"
