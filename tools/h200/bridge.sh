@@ -49,7 +49,7 @@ jobs_of_this_lease() {
       after warm; job ours_served stage served ours "$W/run/export" "$PROMPTS"
     else skip ours_served; fi ) &
   ( export CARRY=$W/carried
-    if wanted ds && need public_draft target && job public_converted stage draft && after smoke \
+    if wanted ds && need public_draft target && job public_converted stage draft && turn && after smoke \
       && job ds_offline stage both ds "$W/deepspec" "$PROMPTS"; then
       after warm; SERVE_ARGS=${DS_SERVE_ARGS---no-plain} job ds_served stage served ds "$W/deepspec" "$PROMPTS"
     else skip ds_served; fi ) &
