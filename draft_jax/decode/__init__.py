@@ -11,9 +11,9 @@ from draft_jax.decode.propose import (
     Proposal,
     draw,
     extend,
+    largest,
     new_cache,
     propose,
-    token_distribution,
 )
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "cut",
     "draw",
     "extend",
+    "largest",
     "make_drafter",
     "new_cache",
     "propose",
-    "token_distribution",
 ]
