@@ -26,7 +26,7 @@ from .plan import parameter_groups
 from .resolve import read_target_config, resolve_attention, resolve_draft, resolve_dtype, resolve_steps
 from .resume import run_identity
 from .sharding import make_mesh, replicated
-from .state import TrainState, abstract_state, new_state
+from .state import Params, TrainState, abstract_state, at_step, new_state
 from .step import Programs, StepOptions, compile_programs
 from .topology import Topology
 
@@ -47,7 +47,7 @@ class Assembled:
         total_steps: optimizer steps of the whole run.
         identity: the facts a resumed run must share.
         abstract_state: shapes, dtypes and shardings of the state.
-        initial_state: makes the state of step 0.
+        initial_state: makes the state of step 0, from given parameters, those of `draft.init_draft` or random ones.
         feeder: makes the feeder, once `rows` stands at its position.
     """
 
@@ -59,7 +59,7 @@ class Assembled:
     total_steps: int
     identity: dict[str, Any]
     abstract_state: TrainState
-    initial_state: Callable[[], TrainState]
+    initial_state: Callable[..., TrainState]
     feeder: Callable[[], Feeder]
 
 
@@ -128,13 +128,13 @@ def assemble(
     )
     say(_describe(draft, programs, total_steps, platform, dtype, options.attention, len(devices)), flush=True)
 
-    def initial_state() -> TrainState:
-        params = None
-        if config.draft.init_draft is not None:
-            from draft_jax.weights import load_folder
+    def initial_state(params: Params | None = None) -> TrainState:
+        if params is not None or config.draft.init_draft is None:
+            return new_state(draft, options.optimizer, train.seed, mesh, params)
+        from draft_jax.weights import load_folder
 
-            _, params, _ = load_folder(Path(config.draft.init_draft))
-        return new_state(draft, options.optimizer, train.seed, mesh, params)
+        _, params, _ = load_folder(Path(config.draft.init_draft))
+        return at_step(new_state(draft, options.optimizer, train.seed, mesh, params), rewarm_from=0)
 
     def feeder() -> Feeder:
         ring = _ring(config, draft, target, world)

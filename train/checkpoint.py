@@ -3,10 +3,9 @@
 import errno
 import json
 import math
-import re
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,14 +16,13 @@ from orbax.checkpoint import v1 as ocp
 from draft_jax.config import DraftConfig
 from draft_jax.models.dspark import abstract_params
 
+from .complete import complete_steps, damage, record_files, set_aside
 from .config import CheckpointConfig
 from .state import Params, TrainState
 
 CHECKPOINTS = "checkpoints"
 DRAFT_CONFIG = "draft_config.json"
 
-#: What orbax leaves in a folder whose save came to its end.
-_COMPLETE = ("_CHECKPOINT_METADATA", "params", "optimizer")
 #: Name under which the value that ranks checkpoints is stored; higher is better whatever the metric.
 _SCORE = "score"
 #: Name in orbax's custom metadata of the plain values of `Saved`, as JSON text.
@@ -44,47 +42,16 @@ class Saved:
         position: state of the row iterator, as plain values.
         identity: the facts a resuming run must share, by dotted name.
         settings: the resolved configuration of the run that saved, as plain values.
+        guard: memory of the guard against a collapse (`CollapseGuard.state`); None = it had none.
+        rollbacks: how often the run had rolled back.
     """
 
     step: int
     position: Any
     identity: Mapping[str, Any]
     settings: Mapping[str, Any]
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a folder, ascending. Leftovers of interrupted saves do not count."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if _is_step(entry) and not _missing_parts(entry))
-
-
-def _is_step(path: Path) -> bool:
-    return path.is_dir() and re.fullmatch(r"\d+", path.name) is not None
-
-
-def _missing_parts(path: Path) -> list[str]:
-    return [part for part in _COMPLETE if not (path / part).exists()]
-
-
-def set_aside(folder: Path, steps: Iterable[int] | None = None, why: str = "") -> None:
-    """Rename checkpoints to `STEP.incomplete`, with a line saying so: orbax would take one of them for the latest.
-
-    Args:
-        folder: of the checkpoints.
-        steps: which; None = those that lack a part: something else's, or a damaged one.
-        why: for the line.
-    """
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if not _is_step(entry):
-            continue
-        missing = _missing_parts(entry)
-        if (steps is None and not missing) or (steps is not None and int(entry.name) not in steps):
-            continue
-        aside = folder / f"{entry.name}.incomplete"
-        shutil.rmtree(aside, ignore_errors=True)
-        entry.rename(aside)
-        print(f"checkpoint {entry} {why or 'lacks ' + ', '.join(missing)}; set aside as {aside.name}", flush=True)
+    guard: Mapping[str, Any] | None = None
+    rollbacks: int = 0
 
 
 class Checkpoints:
@@ -123,6 +90,10 @@ class Checkpoints:
         self._pending: tuple[int, Any] | None = None
         self._failed = False
 
+    def look_again(self) -> None:
+        """Forget what has been removed from the folder by something else than this."""
+        self._checkpointer.reload()
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         return complete_steps(self.folder)
@@ -144,11 +115,8 @@ class Checkpoints:
         if math.isfinite(value):
             score = value if self.config.best_mode == "max" else -value
             ranked = {_SCORE: score, self.config.best_metric: value}
-        text = json.dumps({"position": saved.position, "identity": saved.identity, "settings": saved.settings})
-        parts = {
-            "params": state.params,
-            "optimizer": _optimizer_part(state),
-        }
+        text = json.dumps({name: value for name, value in asdict(saved).items() if name != "step"})
+        parts = {"params": state.params, "optimizer": _optimizer_part(state)}
         try:
             response = self._checkpointer.save_checkpointables_async(
                 saved.step, parts, force=True, metrics=ranked, custom_metadata={_RECORD: text}
@@ -170,6 +138,8 @@ class Checkpoints:
         self._pending = None
         try:
             response.result()
+            if jax.process_index() == 0:
+                record_files(self.folder / str(step))
         except Exception as error:
             raise self._failure(step, error) from error
 
@@ -191,15 +161,17 @@ class Checkpoints:
         Raises:
             CheckpointError: a tensor is missing, unknown, or of another shape or dtype; all are named.
         """
-        wanted = {
-            "params": abstract.params,
-            "optimizer": _optimizer_part(abstract),
-        }
+        loaded = self._read(step, {"params": abstract.params, "optimizer": _optimizer_part(abstract)})
+        return TrainState(params=loaded["params"], **loaded["optimizer"]), read_saved(self.folder, step)
+
+    def restore_params(self, step: int, abstract: TrainState) -> tuple[Params, Saved]:
+        """The same for the parameters alone."""
+        return self._read(step, {"params": abstract.params})["params"], read_saved(self.folder, step)
+
+    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         folder = self.folder / str(step)
         _check_tensors(folder, wanted)
-        loaded = _load(folder, wanted)
-        optimizer = loaded["optimizer"]
-        return TrainState(params=loaded["params"], **optimizer), read_saved(self.folder, step)
+        return _load(folder, wanted)
 
     def close(self) -> None:
         """Wait for the background save and free orbax's threads. Raises CheckpointError if that save failed."""
@@ -223,8 +195,7 @@ def read_saved(folder: Path, step: int) -> Saved:
     record = (_metadata(folder / str(step)).custom_metadata or {}).get(_RECORD)
     if record is None:
         raise CheckpointError(f"{folder / str(step)} was not written by draft-jax: it has no record of its run")
-    record = json.loads(record)
-    return Saved(step, record["position"], record["identity"], record["settings"])
+    return Saved(step, **json.loads(record))
 
 
 def load_trained(run_dir: str | Path, step: int | Literal["latest", "best"] = "latest") -> tuple[DraftConfig, Params]:
@@ -304,8 +275,8 @@ def _metadata(folder: Path) -> Any:
 
 def _check_tensors(folder: Path, wanted: dict[str, Any]) -> None:
     """Compare names, shapes and dtypes before reading: orbax would cast another dtype without a word."""
-    if missing := _missing_parts(folder):
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it lacks {', '.join(missing)}")
+    if harm := damage(folder):
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it {harm}")
     metadata = _metadata(folder).metadata
     problems = []
     for part, tree in wanted.items():

@@ -35,7 +35,8 @@ TRAIN_USAGE = """usage: draft-jax train --config FILE [--KEY.KEY=VALUE ...] [opt
 options:
   --config FILE        YAML configuration; see configs/
   --KEY.KEY=VALUE      override any key, for example --optimizer.lr=3e-4 (also: --optimizer.lr 3e-4)
-  --resume MODE        never (default): a used run_dir is refused; auto: continue if there is a checkpoint; must
+  --resume MODE        never (default): a used run_dir is refused; auto: continue if there is a checkpoint; must: only
+                       then; weights: only then, with new moments and a learning rate that rises anew
   --init-draft FOLDER  start from the weights of a draft (draft.init_draft)
   --plan               print the resolved configuration, parameter counts, memory and operations; do not start
   --debug              traceback on errors

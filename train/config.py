@@ -6,6 +6,7 @@ from typing import Any, Literal
 from draft_jax.objective.config import ObjectiveConfig
 from target_bridge.sglang.options import EngineOptions
 
+from .collapse import SPAN
 from .data.config import DataConfig
 from .evaluate.config import EvalConfig
 
@@ -166,8 +167,10 @@ class TrainConfig:
             processes (docs/multi_host.md) that is 1.
         fsdp: of all devices, how many share one copy of parameters, moments and accumulator.
         memory_fraction: share of the accelerator's memory JAX reserves when it starts.
-        on_collapse: when a draft that had learned loses it within a few steps (train/collapse.py): ignore, warn, or
-            stop = end the run with what kind of collapse it is and which checkpoints are good.
+        on_collapse: when a draft that had learned loses it within a few steps (train/collapse.py): ignore, warn, stop
+            = end the run with what kind of collapse it is and which checkpoints are good, or rollback = go back to the
+            last good checkpoint, re-warm the learning rate, and go on with the data behind the collapse.
+        max_rollbacks: end the run at a collapse after so many roll-backs.
         watchdog_seconds: end the process, saying where it is, when a phase of the loop takes longer; 0 = never. None =
             1800 with several processes, never with one.
     """
@@ -183,7 +186,8 @@ class TrainConfig:
     devices: int = 1
     fsdp: int = 1
     memory_fraction: float = 0.5
-    on_collapse: Literal["ignore", "warn", "stop"] = "warn"
+    on_collapse: Literal["ignore", "warn", "stop", "rollback"] = "warn"
+    max_rollbacks: int = 3
     watchdog_seconds: float | None = None
 
     def __post_init__(self):
@@ -206,6 +210,7 @@ class TrainConfig:
         )
         _require(0 <= self.seed < 2**32, "train.seed", self.seed, "give an integer in [0, 2**32)")
         _require(0 < self.memory_fraction < 1, "train.memory_fraction", self.memory_fraction, "give 0 < share < 1")
+        _require(self.max_rollbacks >= 1, "train.max_rollbacks", self.max_rollbacks, "give at least 1")
         _require(
             self.watchdog_seconds is None or self.watchdog_seconds >= 0,
             "train.watchdog_seconds",
@@ -266,7 +271,9 @@ class RunConfig:
     Attributes:
         run_dir: folder the run leaves behind: config.yaml, draft_config.json, metrics.jsonl, checkpoints/.
         resume: never = a run_dir that already holds a run is refused; auto = continue from the last complete
-            checkpoint if there is one, else start; must = refuse to start anew.
+            checkpoint if there is one, else start; must = refuse to start anew; weights = must, but take the parameters
+            alone: moments are new and the learning rate re-warms (optimizer.resume_rewarm_steps), for a run whose
+            optimizer state has gone wrong. Continue with auto afterwards.
     """
 
     target: TargetConfig
@@ -279,11 +286,19 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    resume: Literal["never", "auto", "must"] = "never"
+    resume: Literal["never", "auto", "must", "weights"] = "never"
 
     def __post_init__(self):
         _require(bool(self.run_dir), "run_dir", self.run_dir, "give the folder the run shall leave behind")
         saves, evaluations = self.checkpoint.every, self.eval.every
+        if self.train.on_collapse == "rollback":
+            _require(
+                saves > 0 and (self.checkpoint.keep - 1) * saves >= SPAN,
+                "checkpoint.every / checkpoint.keep",
+                (saves, self.checkpoint.keep),
+                f"train.on_collapse: rollback needs a checkpoint from {SPAN} steps before the collapse is found: make"
+                f" every x (keep - 1) at least {SPAN}",
+            )
         if self.checkpoint.keep_best and self.best_metric == "accept_length":
             _require(
                 evaluations > 0,

@@ -114,8 +114,8 @@ def _look(config: RunConfig, run_dir: Path) -> list[int]:
         raise CheckpointError(
             f"{folder} holds no complete checkpoint, only {', '.join(damaged)}; move them away to start anew"
         )
-    if config.resume == "must":
-        raise ConfigError(f"resume is 'must', but {folder} holds no checkpoint; give --resume auto to start")
+    if config.resume in ("must", "weights"):
+        raise ConfigError(f"resume is {config.resume!r}, but {folder} holds no checkpoint; give --resume auto to start")
     return []
 
 

@@ -20,6 +20,9 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Metrics) -> None:
         """Record the metrics of optimizer step `step` (1-based: the number of steps done)."""
 
+    def rewind(self, step: int) -> None:
+        """The run has gone back to optimizer step `step`: later ones will be logged once more."""
+
     def finish(self) -> None:
         """Flush and close."""
 
@@ -57,14 +60,26 @@ class JsonlTracker(_Owned):
 
     def __init__(self, path: Path, last_step: int | None = None):
         super().__init__()
-        self.dropped_lines = 0
+        self._path, self.dropped_lines = path, 0
         if last_step is not None and path.exists():
-            self.dropped_lines = _cut(path, last_step)
-        self._file = open(path, "a" if last_step is not None else "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self.dropped_lines = len(_cut(path, last_step))
+        self._open("a" if last_step is not None else "w")
+
+    def _open(self, mode: str) -> None:
+        self._file = open(self._path, mode, encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._check_owner()
         self._file.write(strict_json({"step": step, **metrics}) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Lines of later steps move to `metrics.rolled_back.jsonl`: the file stays one curve, and nothing is lost."""
+        self._check_owner()
+        self._file.close()
+        lost = _cut(self._path, step)
+        with open(self._path.with_suffix(".rolled_back.jsonl"), "a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lost)
+        self._open("a")
 
     def finish(self) -> None:
         self._file.close()
@@ -78,14 +93,15 @@ def last_line(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _cut(path: Path, last_step: int) -> int:
+def _cut(path: Path, last_step: int) -> list[str]:
+    """Take the lines of later steps, and a torn one, out of a file; returns them."""
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if _step_of(line) <= last_step]
     if len(kept) != len(lines):
         temporary = path.with_suffix(".jsonl.tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         temporary.replace(path)
-    return len(lines) - len(kept)
+    return [line for line in lines if not _step_of(line) <= last_step]
 
 
 def _step_of(line: str) -> float:
@@ -104,13 +120,20 @@ class TensorBoardTracker(_Owned):
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise TrackerError("tracker tensorboard needs tensorboardX: pip install tensorboardX") from error
-        self._writer = SummaryWriter(str(folder), purge_step=None if last_step is None else last_step + 1)
+        self._make, self._folder = SummaryWriter, str(folder)
+        self._writer = SummaryWriter(self._folder, purge_step=None if last_step is None else last_step + 1)
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._check_owner()
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
+
+    def rewind(self, step: int) -> None:
+        self._check_owner()
+        self._writer.close()
+        # TensorBoard hides what was there. The name of a file has the time in seconds only.
+        self._writer = self._make(self._folder, purge_step=step + 1, filename_suffix=f".from{step}")
 
     def finish(self) -> None:
         self._writer.close()
@@ -136,6 +159,9 @@ class WandbTracker(_Owned):
         self._check_owner()
         self._run.log({k: v for k, v in metrics.items() if isinstance(v, int | float)}, step=step)
 
+    def rewind(self, step: int) -> None:
+        print(f"wandb takes no step twice: what follows step {step} anew is in metrics.jsonl only", flush=True)
+
     def finish(self) -> None:
         self._run.finish()
 
@@ -149,6 +175,10 @@ class CompositeTracker:
     def log(self, step: int, metrics: Metrics) -> None:
         for tracker in self.trackers:
             tracker.log(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        for tracker in self.trackers:
+            tracker.rewind(step)
 
     def finish(self) -> None:
         for tracker in self.trackers:

@@ -20,6 +20,7 @@ from train.checkpoint import (
     complete_steps,
     load_trained,
     read_saved,
+    set_aside,
 )
 from train.config import CheckpointConfig, OptimizerConfig
 from train.optimizer import make_optimizer
@@ -227,9 +228,29 @@ def test_a_damaged_array_is_an_error_and_not_random_weights(checkpoints, tiny_dr
     checkpoints.save(state_of(tiny_draft), saved_at(3), {})
     checkpoints.wait()
     for file in (checkpoints.folder / "3" / "params").rglob("d/*"):
-        file.write_bytes(file.read_bytes()[:10])
+        file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoints.restore(3, shapes_of(tiny_draft))
+
+
+@pytest.mark.parametrize("part", ["params", "optimizer"])
+def test_a_truncated_file_makes_a_checkpoint_incomplete(checkpoints, tiny_draft, part, capsys):
+    """Named with both sizes; the older one is the newest complete one, and opening the folder sets the other aside."""
+    for step in (3, 4):
+        checkpoints.save(state_of(tiny_draft), saved_at(step), {})
+    checkpoints.wait()
+    file = max((checkpoints.folder / "4" / part).rglob("d/*"), key=lambda path: path.stat().st_size)
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.truncate(size - 1)
+    assert complete_steps(checkpoints.folder) == [3]
+    with pytest.raises(CheckpointError, match=rf"4 is not a complete checkpoint: it has {part}/.* with {size - 1} of"):
+        checkpoints.restore(4, shapes_of(tiny_draft))
+    set_aside(checkpoints.folder)
+    assert f"with {size - 1} of {size} bytes; set aside as 4.incomplete" in capsys.readouterr().out
+    file = next((checkpoints.folder / "3" / part).rglob("d/*"))
+    file.unlink()
+    assert complete_steps(checkpoints.folder) == []
 
 
 def test_identity_names_every_difference(tmp_path):

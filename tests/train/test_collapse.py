@@ -1,11 +1,13 @@
 """Injected collapses of both kinds are found within three steps; noise and ordinary training are not taken for one."""
 
+import json
+
 import numpy as np
 import pytest
 
-from train import loop
+from train import loop, steps
 from train.checkpoint import complete_steps
-from train.collapse import CollapseError, CollapseGuard, Step
+from train.collapse import Collapse, CollapseError, CollapseGuard, Step
 from train.config_file import build
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -23,10 +25,10 @@ def curve(count: int, seed: int = 0) -> list[Step]:
     return steps
 
 
-def said(steps: list[Step]) -> list[tuple[int, str]]:
+def said(curve: list[Step]) -> list[tuple[int, Collapse]]:
     guard = CollapseGuard()
-    found = [(step.number, guard.add(step)) for step in steps]
-    return [(number, message) for number, message in found if message is not None]
+    found = [(step.number, guard.add(step)) for step in curve]
+    return [(number, collapse) for number, collapse in found if collapse is not None]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -49,18 +51,19 @@ def fall(steps: list[Step], at: int, norm: float) -> list[Step]:
 
 
 def test_a_step_too_large():
-    [(number, message)] = said(fall(curve(250), 200, 0.35))
+    [(number, found)] = said(fall(curve(250), 200, 0.35))
     assert number == 202
-    assert "collapsed from step 200 on: tau 1.05 at step 202 (best 4." in message
-    assert "stayed flat" in message
-    assert "lower optimizer.lr_scale" in message
-    assert "Checkpoints before step 197 are good" in message
+    assert (found.first, found.found, found.good_before, found.kind) == (200, 202, 197, "step size")
+    assert "collapsed from step 200 on: tau 1.05 at step 202 (best 4." in found.text
+    assert "stayed flat" in found.text
+    assert "lower optimizer.lr_scale" in found.text
 
 
 def test_a_gradient_that_exploded():
-    [(number, message)] = said(fall(curve(250), 200, 80.0))
+    [(number, found)] = said(fall(curve(250), 200, 80.0))
     assert number == 202
-    assert "The gradient norm exploded: 80 at step 199, usually 0.3" in message
+    assert found.kind == "gradient norm"
+    assert "The gradient norm exploded: 80 at step 199, usually 0.3" in found.text
 
 
 def test_loss_alone_is_enough():
@@ -74,15 +77,28 @@ def test_nothing_is_said_before_there_is_anything_to_compare_with():
     assert said([Step(number, 10.0**number, 1.0, 1.0) for number in range(1, 16)]) == []
 
 
+def test_a_guard_goes_on_from_its_saved_memory():
+    """Cut anywhere, also within a fall, and saved as JSON between: the same is found at the same step."""
+    steps = fall(curve(250), 200, 80.0)
+    whole = said(steps)
+    for cut in (5, 150, 200, 201):
+        first, found = CollapseGuard(), []
+        for step in steps[:cut]:
+            found.append((step.number, first.add(step)))
+        second = CollapseGuard.from_state(json.loads(json.dumps(first.state())))
+        found += [(step.number, second.add(step)) for step in steps[cut:]]
+        assert [pair for pair in found if pair[1] is not None] == whole
+
+
 def test_a_run_stops_or_warns(tree, tmp_path, change, monkeypatch, capsys):
     """The loss read back is five times what it was from step 18 on: three such steps, and nothing later is saved."""
-    real = loop.read_back
+    real = steps.read_back
 
     def spoiled(step, metrics):
         sums, values = real(step, metrics)
         return {**sums, "loss_num": sums["loss_num"] * (5 if step >= 18 else 1)}, values
 
-    monkeypatch.setattr(loop, "read_back", spoiled)
+    monkeypatch.setattr(steps, "read_back", spoiled)
     changed = change(tree, train__steps=24, train__accumulation=1, checkpoint__every=5, optimizer__lr=1e-4)
     with pytest.raises(CollapseError, match=r"collapsed from step 18 on: .* Checkpoints before step 15 are good"):
         loop.run(build(change(changed, train__on_collapse="stop")))

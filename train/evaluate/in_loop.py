@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -89,6 +90,14 @@ class InLoopEvaluation:
         self._frozen: FrozenHead | None = None
         if found.refused:
             tell(f"in-loop evaluation: {found.summary()}")
+
+    def facts(self) -> dict[str, int | str]:
+        """What all processes must have alike before they evaluate: the number of prompts and a checksum of them."""
+        checksum = 0
+        for prompt in self._prompts:
+            name = prompt.id.encode("utf-8", "surrogatepass")
+            checksum = zlib.crc32(name + np.ascontiguousarray(prompt.input_ids, "<i4").tobytes(), checksum)
+        return {"prompts": len(self._prompts), "checksum": f"{checksum:08x}"}
 
     def due(self, step: int, total: int) -> bool:
         """Whether step `step` of `total` is evaluated: every so many, and the last."""
