@@ -1,12 +1,14 @@
 """The exact rejection sampling of `target_bridge.verify`, for many sequences in a few kernels.
 
 `verify` is the readable reference; this module gives the same tokens for the same numbers, without a Python loop over
-the sequences and with as few waits for the device as possible. Letters: `B` sequences, `K` slots, `V` vocabulary.
+the sequences and with one wait for the device. Letters: `B` sequences, `K` slots, `V` vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -72,14 +74,14 @@ def verify_batch(
     live = torch.as_tensor(shown, device=device)
     if temperature == 0:
         return _greedy(target_logits, index, live, shown)
-    p = softmax_temperature(target_logits, temperature)
+    p, finite = _softmax(target_logits, temperature)
     rows = torch.arange(B, device=device)
     drawn = torch.as_tensor(numbers, device=device)
     if K:
         q = _check_draft(draft_probs, (B, K, V), device)
         q_token = q.gather(2, index[..., None])[..., 0]
         ratios = accept_probabilities(p[:, :K].gather(2, index[..., None])[..., 0], q_token)
-        _check_proposal(q, q_token, live, tokens)
+        no_law, undrawn = _wrong(q, q_token, live)
         accepted = ((drawn[:, :K] < ratios) & live).int().cumprod(dim=1).sum(dim=1)
         p_next, q_next = p[rows, accepted], q[rows, accepted.clamp(max=K - 1)]
         refused = accepted < torch.as_tensor(counts, device=device)
@@ -87,12 +89,37 @@ def verify_batch(
         left = torch.where(refused[:, None], (p_next - q_next).clamp(min=0.0), 0.0)
         mass = left.sum(dim=1, keepdim=True)
         weights = torch.where(mass > 0, left / mass, p_next)
+        wrong = (no_law | undrawn).any(dim=1)
     else:
         accepted, weights = torch.zeros(B, dtype=torch.int64, device=device), p[:, 0]
-        ratios = p.new_zeros((B, 0))
+        ratios, wrong = p.new_zeros((B, 0)), torch.zeros(B, dtype=torch.bool, device=device)
     chosen = sample_rows(weights, drawn[:, K])
-    probabilities = np.where(shown, ratios.cpu().numpy(), np.float32(np.nan))
-    return Verdicts(accepted.cpu().numpy().astype(np.int64), chosen.cpu().numpy(), probabilities)
+    verdicts, sane = _fetch(accepted, chosen, ratios, finite & ~wrong, shown)
+    if not sane:
+        softmax_temperature(target_logits, temperature)  # raises with the row, if it is the target's
+        assert draft_probs is not None
+        _refuse_proposal(q, q_token, no_law, undrawn, tokens)
+    return verdicts
+
+
+def _softmax(logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`softmax_temperature` without waiting for the device: fp32 [B, K+1, V], and bool [B], whether it is right."""
+    if not temperature > 0 or math.isinf(temperature):
+        softmax_temperature(logits, temperature)  # raises
+    largest = logits.amax(dim=2, keepdim=True)
+    # At temperature 1 the shift is torch's own business, with the same bits.
+    scaled = logits if temperature == 1 else (logits - largest).div_(temperature)
+    return torch.softmax(scaled, dim=2), torch.isfinite(largest).all(dim=1)[:, 0]
+
+
+def _fetch(
+    accepted: torch.Tensor, chosen: torch.Tensor, ratios: torch.Tensor, sane: torch.Tensor, shown: np.ndarray
+) -> tuple[Verdicts, bool]:
+    """Everything that the host needs, in one transfer: fp64 holds the ids and the fp32 ratios exactly."""
+    columns = [accepted[:, None], chosen[:, None], sane[:, None], ratios]
+    held = torch.cat([column.double() for column in columns], dim=1).cpu().numpy()
+    probabilities = np.where(shown, held[:, 3:].astype(np.float32), np.float32(np.nan))
+    return Verdicts(held[:, 0].astype(np.int64), held[:, 1].astype(np.int64), probabilities), bool(held[:, 2].all())
 
 
 def sample_rows(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -119,10 +146,10 @@ def _greedy(logits: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor, show
     agree = (tokens == best[:, :-1]) & live
     accepted = agree.int().cumprod(dim=1).sum(dim=1)
     chosen = best.gather(1, accepted[:, None])[:, 0]
-    if not bool(torch.isfinite(largest).all()):
+    verdicts, sane = _fetch(accepted, chosen, agree.float(), torch.isfinite(largest).all(dim=1), shown)
+    if not sane:
         softmax_temperature(logits, 0.0)  # raises with the row
-    probabilities = np.where(shown, agree.float().cpu().numpy(), np.float32(np.nan))
-    return Verdicts(accepted.cpu().numpy().astype(np.int64), chosen.cpu().numpy(), probabilities)
+    return verdicts
 
 
 def _check_host(tokens: np.ndarray, numbers: np.ndarray, counts: np.ndarray, B: int, K: int, V: int) -> None:
@@ -150,18 +177,20 @@ def _check_draft(probs: torch.Tensor | None, shape: tuple[int, ...], device: tor
     return probs.to(device)
 
 
-def _check_proposal(q: torch.Tensor, drawn: torch.Tensor, live: torch.Tensor, tokens: np.ndarray) -> None:
-    """The draft's rows are distributions, and each token could be drawn from its own. One wait for the device."""
+def _wrong(q: torch.Tensor, drawn: torch.Tensor, live: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [B, K] each: draft rows that are no distribution, and tokens that their own row could not have given."""
     sums, lowest = q.sum(dim=2), q.amin(dim=2)
-    no_law = ~((lowest >= 0) & ((sums - 1.0).abs() < 1e-3)) & live
-    undrawn = ~(drawn > 0) & live
-    if not bool((no_law | undrawn).any()):
-        return
+    return ~((lowest >= 0) & ((sums - 1.0).abs() < 1e-3)) & live, ~(drawn > 0) & live
+
+
+def _refuse_proposal(
+    q: torch.Tensor, drawn: torch.Tensor, no_law: torch.Tensor, undrawn: torch.Tensor, tokens: np.ndarray
+) -> NoReturn:
     row, slot = (int(i) for i in (no_law | undrawn).nonzero()[0])
     if bool(no_law[row, slot]):
         raise VerifyError(
             f"draft probabilities of sequence {row}, slot {slot} are no distribution: they sum to "
-            f"{float(sums[row, slot]):.6g}, the smallest is {float(lowest[row, slot]):.3g}"
+            f"{float(q[row, slot].sum()):.6g}, the smallest is {float(q[row, slot].amin()):.3g}"
         )
     raise VerifyError(
         f"draft token {tokens[row, slot]} of sequence {row}, slot {slot} has draft probability "
