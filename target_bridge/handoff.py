@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 import torch
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from draft_jax.batch import DraftBatch, FrozenHead
 from target_bridge.staging import ALIGNMENT, aligned_zeros
@@ -157,23 +157,27 @@ def to_batch(slot: Slot, rows: HostRows, sharding: NamedSharding, *, vocab_size:
 
     Args:
         slot: On lease and filled; afterwards it owes `slot.fence(outputs)`.
-        rows: Host integers of the same rows, [B, L] each.
-        sharding: Of every array of the batch: rows over all devices, the rest whole. This process's `B` rows
-            are split evenly over its local devices, in order.
+        rows: Host integers of the same rows, [B, L] each: of whole rows, also where the slot holds a part of their
+            tokens.
+        sharding: Of the states: rows over devices, tokens perhaps over more. What this process holds is split evenly
+            over its local devices, in order. Integers lie where the rows do, whole.
         vocab_size: If given, ids outside it are refused.
 
     Returns:
-        Arrays of [B * processes, L, ...]; its two hidden-state arrays view the slot and die with its lease.
+        Arrays of [rows of all processes, L, ...]; its two hidden-state arrays view the slot and die with its lease.
 
     Raises:
         HandoffError: shapes that differ from the slot's, an id outside the vocabulary, rows that do not
         divide.
     """
-    local = len(sharding.addressable_devices)
-    if slot.rows % local:
-        raise HandoffError(f"{slot.rows} rows do not divide over {local} local devices")
+    portions, parts, all_portions, all_parts = _grid(sharding)
+    if slot.rows % portions:
+        raise HandoffError(f"{slot.rows} rows do not divide over {portions} local devices")
+    if slot.length % parts:
+        raise HandoffError(f"rows of {slot.length} tokens do not divide over {parts} local devices")
+    length = slot.length // parts * all_parts
     integers = {
-        name: _host_integers(name, getattr(rows, name), (slot.rows, slot.length))
+        name: _host_integers(name, getattr(rows, name), (slot.rows, length))
         for name in ("input_ids", "loss_mask", "positions", "document_start")
     }
     ids = integers["input_ids"]
@@ -182,18 +186,28 @@ def to_batch(slot: Slot, rows: HostRows, sharding: NamedSharding, *, vocab_size:
         raise HandoffError(
             f"input_ids[{row}, {column}] = {ids[row, column]} is outside the vocabulary 0..{vocab_size - 1}"
         )
-    each = slot.rows // local
+    each, tokens = slot.rows // portions, slot.length // parts
+    whole = each * all_portions, length
 
     def views(context: torch.Tensor, last: torch.Tensor) -> tuple[jax.Array, jax.Array]:
         context_global, last_global = (
-            to_global([states[i * each : (i + 1) * each] for i in range(local)], sharding, zero_copy=local == 1)
+            to_global(
+                [
+                    states[i * each : (i + 1) * each, j * tokens : (j + 1) * tokens]
+                    for i in range(portions)
+                    for j in range(parts)
+                ],
+                sharding,
+                zero_copy=portions * parts == 1,
+            )
             for states in (context, last)
         )
         return context_global, last_global
 
     context_hidden, last_hidden = slot.hand_over(views)
+    by_rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     return DraftBatch(
-        **{name: jax.make_array_from_process_local_data(sharding, array) for name, array in integers.items()},
+        **{name: jax.make_array_from_process_local_data(by_rows, array, whole) for name, array in integers.items()},
         context_hidden=context_hidden,
         last_hidden=last_hidden,
     )
@@ -209,10 +223,10 @@ def frozen_to_jax(embedding: torch.Tensor, lm_head: torch.Tensor, sharding: Name
     Args:
         embedding: [V, D].
         lm_head: [V, D]; the same tensor if the target ties them, which gives the same array.
-        sharding: If given, it must be replicated; without it the arrays are on the tensors' device.
+        sharding: Replicated, or rows of the vocabulary over devices; without it the arrays are on the tensors' device.
 
     Raises:
-        HandoffError: matrices that do not fit together, or a sharding that splits them.
+        HandoffError: matrices that do not fit together, or rows that do not divide over the devices.
     """
     if embedding.ndim != 2 or lm_head.ndim != 2 or embedding.shape[1] != lm_head.shape[1]:
         raise HandoffError(
@@ -223,23 +237,39 @@ def frozen_to_jax(embedding: torch.Tensor, lm_head: torch.Tensor, sharding: Name
         and lm_head.shape == embedding.shape
         and lm_head.stride() == embedding.stride()
     )
-    embedding_array = _replicated(embedding, sharding)
+    embedding_array = _placed(embedding, sharding)
     return FrozenHead(
         embedding=embedding_array,
-        lm_head=embedding_array if tied else _replicated(lm_head, sharding),
+        lm_head=embedding_array if tied else _placed(lm_head, sharding),
     )
 
 
-def _replicated(matrix: torch.Tensor, sharding: NamedSharding | None) -> jax.Array:
-    array = to_jax(matrix)
+def _placed(matrix: torch.Tensor, sharding: NamedSharding | None) -> jax.Array:
     if sharding is None:
-        return array
-    if not sharding.is_fully_replicated:
-        raise HandoffError(f"the frozen head must be replicated over the devices, got {sharding.spec}")
-    pieces = [
-        array if array.device == device else jax.device_put(array, device) for device in sharding.addressable_devices
-    ]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
+        return to_jax(matrix)
+    shape = tuple(matrix.shape)
+    try:
+        where = sharding.addressable_devices_indices_map(shape)
+    except ValueError as error:
+        raise HandoffError(
+            f"a frozen matrix of {list(shape)} cannot be split as {sharding.spec}: its {shape[0]} rows must divide over"
+            f" the devices ({str(error).splitlines()[0]}); leave train.split_head out"
+        ) from error
+    views: dict[int, jax.Array] = {}
+    pieces = []
+    for device, index in where.items():
+        rows = index[0] if index else slice(None)
+        piece = views.setdefault(rows.start or 0, to_jax(matrix[rows]))
+        pieces.append(piece if piece.device == device else jax.device_put(piece, device))
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def _grid(sharding: NamedSharding) -> tuple[int, int, int, int]:
+    """Into how many portions of rows and parts of tokens a batch is cut: on this process's devices, and on all."""
+    shape = _global_shape((1, 1), sharding)
+    where = sharding.addressable_devices_indices_map(shape)
+    local = [{index[axis].start or 0 for index in where.values() if index is not None} for axis in (0, 1)]
+    return len(local[0]), len(local[1]), shape[0], shape[1]
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:

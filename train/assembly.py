@@ -25,7 +25,7 @@ from .optimizer import make_optimizer, make_schedule
 from .plan import parameter_groups
 from .resolve import read_target_config, resolve_attention, resolve_draft, resolve_dtype, resolve_steps
 from .resume import run_identity
-from .sharding import make_mesh, replicated
+from .sharding import Placement, RowShare, head_sharding, make_mesh, row_share
 from .state import Params, TrainState, abstract_state, at_step, new_state
 from .step import Programs, StepOptions, compile_programs
 from .topology import Topology
@@ -80,6 +80,7 @@ def assemble(
     world = world or World(Topology())
     platform, devices = runtime.start_jax(config, world)
     _check_division(config, len(devices))
+    _share(config, world)  # refuses a group of `seq` devices that begins inside a process
     target_config = world.attempt("reading the target's config", lambda: read_target_config(config.target))
     draft = world.attempt("resolving the draft", lambda: resolve_draft(config, target_config))
     dtype = resolve_dtype(config.train.dtype, platform)
@@ -105,10 +106,11 @@ def assemble(
     identity = run_identity(config, draft, stream)
     world.agree("the draft and the data", identity)
     world.attempt("comparing with the checkpoint", lambda: check(identity))
-    mesh = make_mesh(devices, train.fsdp)
+    mesh = make_mesh(devices, train.fsdp, train.seq)
+    placement = placement_of(config)
     embedding, head = target.frozen_head()
     world.agree("the target's weights", {"embedding": _sample(embedding), "head": _sample(head)})
-    frozen = handoff.frozen_to_jax(embedding, head, replicated(mesh))
+    frozen = handoff.frozen_to_jax(embedding, head, head_sharding(mesh, placement))
     options = StepOptions(
         draft=draft,
         objective=config.objective,
@@ -116,6 +118,7 @@ def assemble(
         schedule=make_schedule(config.optimizer, total_steps),
         dtype=jnp.dtype(dtype),
         attention=resolve_attention(train.attention, platform, devices[0].device_kind, dtype, draft.head_dim),
+        placement=placement,
     )
     programs = compile_programs(
         options,
@@ -130,18 +133,25 @@ def assemble(
 
     def initial_state(params: Params | None = None) -> TrainState:
         if params is not None or config.draft.init_draft is None:
-            return new_state(draft, options.optimizer, train.seed, mesh, params)
+            return new_state(draft, options.optimizer, train.seed, mesh, params, placement)
         from draft_jax.weights import load_folder
 
         _, params, _ = load_folder(Path(config.draft.init_draft))
-        return at_step(new_state(draft, options.optimizer, train.seed, mesh, params), rewarm_from=0)
+        state = new_state(draft, options.optimizer, train.seed, mesh, params, placement)
+        return at_step(state, rewarm_from=0)
 
     def feeder() -> Feeder:
-        ring = _ring(config, draft, target, world)
-        sanitize = config.objective.sanitize
-        if not coupled(config):
-            return Feeder(rows, _cached(config, target), ring, mesh, sanitize=sanitize)
-        return Feeder(rows, _cached(config, target), ring, mesh, sanitize=sanitize, attempt=world.attempt)
+        share = _share(config, world)
+        ring = _ring(config, draft, target, share)
+        return Feeder(
+            rows,
+            _cached(config, target),
+            ring,
+            mesh,
+            sanitize=config.objective.sanitize,
+            first_token=share.part * (config.data.row_tokens // share.parts),
+            **({"attempt": world.attempt} if coupled(config) else {}),
+        )
 
     return Assembled(
         draft=draft,
@@ -151,7 +161,7 @@ def assemble(
         programs=programs,
         total_steps=total_steps,
         identity=identity,
-        abstract_state=abstract_state(draft, options.optimizer, mesh),
+        abstract_state=abstract_state(draft, options.optimizer, mesh, placement),
         initial_state=initial_state,
         feeder=feeder,
     )
@@ -159,7 +169,18 @@ def assemble(
 
 def coupled(config: RunConfig) -> bool:
     """Whether the micro-steps of several processes exchange numbers; otherwise only their optimizer steps do."""
-    return config.train.fsdp > 1 or config.objective.normalization == "micro_step"
+    return max(config.train.fsdp, config.train.seq) > 1 or config.objective.normalization == "micro_step"
+
+
+def placement_of(config: RunConfig) -> Placement:
+    """What of the state the run splits."""
+    train = config.train
+    mode = None if train.sharding == "auto" else train.sharding
+    return Placement(mode, split_accumulator=train.split_accumulator, split_head=train.split_head)
+
+
+def _share(config: RunConfig, world: World) -> RowShare:
+    return row_share(world.rank, world.size, config.train.devices, config.train.seq)
 
 
 def _silent(*text: str, flush: bool = False) -> None:
@@ -168,12 +189,19 @@ def _silent(*text: str, flush: bool = False) -> None:
 
 def _check_division(config: RunConfig, devices: int) -> None:
     train = config.train
-    if train.batch_rows % devices:
+    if devices % (train.fsdp * train.seq):
+        seq = f" times train.seq {train.seq}" if train.seq > 1 else ""
+        raise ConfigError(f"train.fsdp is {train.fsdp}{seq}; it must divide the {devices} devices of all processes")
+    if train.batch_rows % (devices // train.seq):
+        seq = f", divided by train.seq {train.seq}" if train.seq > 1 else ""
         raise ConfigError(
-            f"train.batch_rows is {train.batch_rows}; make it a multiple of the {devices} devices of all processes"
+            f"train.batch_rows is {train.batch_rows}; make it a multiple of the {devices} devices of all processes{seq}"
         )
-    if devices % train.fsdp:
-        raise ConfigError(f"train.fsdp is {train.fsdp}; it must divide the {devices} devices of all processes")
+    if config.data.row_tokens % train.seq:
+        raise ConfigError(
+            f"train.seq is {train.seq}; it must divide the {config.data.row_tokens} tokens of a row (data.row_length,"
+            " data.max_length)"
+        )
 
 
 def _sample(weights: "torch.Tensor") -> str:
@@ -198,6 +226,7 @@ def _describe(
 
 def _rows(config: RunConfig, data: PreparedData, world: World, say: Callable[..., None]) -> RowIterator:
     """The stream of rows, one conversation each or packed."""
+    share = _share(config, world)
     packed = None
     if config.data.packing == "first_fit":
         packing = pack(
@@ -216,7 +245,7 @@ def _rows(config: RunConfig, data: PreparedData, world: World, say: Callable[...
         seed=config.data.seed,
         shuffle=config.data.shuffle,
         packed=packed,
-        share=(world.rank, world.size),
+        share=(share.index, share.count),
     )
 
 
@@ -235,12 +264,12 @@ def _check_target(config: RunConfig, draft: DraftConfig, info: TargetInfo) -> No
             raise ConfigError(f"target {info.name}: {name} {theirs}, but the draft is made for {ours}")
 
 
-def _ring(config: RunConfig, draft: DraftConfig, target: Target, world: World) -> StagingRing:
+def _ring(config: RunConfig, draft: DraftConfig, target: Target, share: RowShare) -> StagingRing:
     embedding, _ = target.frozen_head()
     return StagingRing(
         1,  # target and draft take turns: strict fences leave nothing for a second slot to do
-        config.train.batch_rows // world.size,
-        config.data.row_tokens,
+        config.train.batch_rows // share.count,
+        config.data.row_tokens // share.parts,
         draft.num_taps * draft.hidden_size,
         draft.hidden_size,
         dtype=embedding.dtype,

@@ -165,7 +165,16 @@ class TrainConfig:
             else `xla`; a name insists.
         devices: devices of each process; the batch axis is spread over those of all processes. With GPUs and several
             processes (docs/multi_host.md) that is 1.
+        sharding: what of the training state is split (train/sharding.py): replicated = nothing; sharded_moments =
+            Adam's moments and the update, over all devices; fully_sharded = parameters, moments and accumulator, over
+            groups of `fsdp`. auto = fully_sharded if fsdp > 1, else replicated.
         fsdp: of all devices, how many share one copy of parameters, moments and accumulator.
+        split_accumulator: with fully_sharded; false = each device keeps a whole accumulator (4 bytes per parameter),
+            and gradients are exchanged once per optimizer step instead of in every micro-step.
+        split_head: the frozen embedding and head are split by rows of the vocabulary over `fsdp` devices, and gathered
+            for each micro-step; without effect on a target's own copy of them.
+        seq: devices that share each row, each with its part of the captured states: for contexts too long for one.
+            Without a tensor-parallel target of the same size, each of their processes captures the row by itself.
         memory_fraction: share of the accelerator's memory JAX reserves when it starts.
         on_collapse: when a draft that had learned loses it within a few steps (train/collapse.py): ignore, warn, stop
             = end the run with what kind of collapse it is and which checkpoints are good, or rollback = go back to the
@@ -184,7 +193,11 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: Literal["auto", "xla", "triton"] = "auto"
     devices: int = 1
+    sharding: Literal["auto", "replicated", "sharded_moments", "fully_sharded"] = "auto"
     fsdp: int = 1
+    split_accumulator: bool = True
+    split_head: bool = False
+    seq: int = 1
     memory_fraction: float = 0.5
     on_collapse: Literal["ignore", "warn", "stop", "rollback"] = "warn"
     max_rollbacks: int = 3
@@ -200,13 +213,40 @@ class TrainConfig:
         for name in ("steps", "epochs", "stop_at"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"train.{name}", value, "give a positive number")
-        for name in ("batch_rows", "accumulation", "devices", "fsdp"):
+        for name in ("batch_rows", "accumulation", "devices", "fsdp", "seq"):
             _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "give a positive integer")
+        # Devices of one process that have rows of their own; those of all processes are counted when they meet.
+        groups = max(1, self.devices // self.seq)
         _require(
-            self.batch_rows % self.devices == 0,
+            self.batch_rows % groups == 0,
             "train.batch_rows",
             self.batch_rows,
-            f"make it a multiple of train.devices ({self.devices})",
+            f"make it a multiple of train.devices ({self.devices})"
+            + (f" divided by train.seq ({self.seq})" if self.seq > 1 else ""),
+        )
+        _require(
+            self.sharding in ("auto", "fully_sharded") or self.fsdp == 1,
+            "train.fsdp",
+            self.fsdp,
+            f"train.sharding is {self.sharding!r}, which splits nothing over fsdp: give 1, or fully_sharded",
+        )
+        _require(
+            self.sharding != "fully_sharded" or self.fsdp > 1,
+            "train.fsdp",
+            self.fsdp,
+            "train.sharding is 'fully_sharded': give the number of devices to split over",
+        )
+        _require(
+            self.split_accumulator or self.fsdp > 1,
+            "train.split_accumulator",
+            self.split_accumulator,
+            "it is whole on every device anyway unless train.fsdp is above 1; leave it out",
+        )
+        _require(
+            not self.split_head or self.fsdp > 1,
+            "train.split_head",
+            self.split_head,
+            "it is split over train.fsdp devices, and that is 1; leave it out",
         )
         _require(0 <= self.seed < 2**32, "train.seed", self.seed, "give an integer in [0, 2**32)")
         _require(0 < self.memory_fraction < 1, "train.memory_fraction", self.memory_fraction, "give 0 < share < 1")

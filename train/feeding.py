@@ -13,7 +13,7 @@ from target_bridge.staging import Slot, StagingRing
 from target_bridge.target import Target
 
 from .data.rows import HostBatch, RowIterator
-from .sharding import batch_sharding
+from .sharding import states_sharding
 
 
 class NonFiniteStateError(RuntimeError):
@@ -31,6 +31,8 @@ class Feeder:
         sanitize: False = states that are not finite are an error that names the sample.
         attempt: runs the capture of a batch (`World.attempt`). With several processes whose micro-steps exchange
             numbers, one that fails here must not leave the others waiting in theirs.
+        first_token: of each row, where the part begins that the ring's slots hold; the rest of a row's states is
+            another process's, which captures the same row.
 
     Attributes:
         position: state of `rows` behind the last batch given.
@@ -46,9 +48,10 @@ class Feeder:
         *,
         sanitize: bool,
         attempt: Callable[[str, Callable[[], None]], None] = lambda what, action: action(),
+        first_token: int = 0,
     ):
         self._rows, self._target, self._ring = rows, target, ring
-        self._sharding = batch_sharding(mesh)
+        self._sharding, self._first_token = states_sharding(mesh), first_token
         self._sanitize, self._attempt = sanitize, attempt
         self._ahead: HostBatch | None = None
         self.position = rows.get_state()
@@ -84,8 +87,15 @@ class Feeder:
         captured = self._target.capture([document.input_ids for document in host.documents])
         if not self._sanitize:
             _require_finite(host, captured.context_hidden, captured.last_hidden)
+        in_parts = slot.length < host.input_ids.shape[1]
         for document, context, last in zip(host.documents, captured.context_hidden, captured.last_hidden):
-            slot.fill(document.row, document.offset, context, last)
+            offset = document.offset - self._first_token
+            if in_parts:
+                begin, end = max(0, -offset), min(len(context), slot.length - offset)
+                if begin >= end:
+                    continue  # all of it belongs to other processes
+                offset, context, last = offset + begin, context[begin:end], last[begin:end]
+            slot.fill(document.row, offset, context, last)
 
 
 def _require_finite(host: HostBatch, contexts: Sequence[Any], lasts: Sequence[Any]) -> None:

@@ -117,6 +117,9 @@ def load_target(
 
         from target_bridge.sglang.load import load_sglang_target
 
+        from .sharding import row_share
+
+        share = row_share(topology.rank, topology.world_size, config.train.devices, config.train.seq)
         # JAX reserves its share with its first array, and the engine divides what is free then.
         jax.block_until_ready(jax.numpy.zeros(()))
         return load_sglang_target(
@@ -128,7 +131,7 @@ def load_target(
             revision=target.revision,
             trust_remote_code=target.trust_remote_code,
             longest=config.data.max_length,
-            step_tokens=config.train.batch_rows // topology.world_size * config.data.row_tokens,
+            step_tokens=config.train.batch_rows // share.count * config.data.row_tokens,
         )
     from target_bridge.hf import load_hf_target
 

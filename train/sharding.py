@@ -104,6 +104,40 @@ def make_mesh(devices: Sequence[jax.Device], fsdp: int = 1, seq: int = 1) -> Mes
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+@dataclass(frozen=True)
+class RowShare:
+    """Which rows of a batch one process feeds, and which tokens of them.
+
+    Attributes:
+        index: of its portion of the rows.
+        count: portions.
+        part: of its part of each row's tokens.
+        parts: parts a row is cut into over processes; 1 = it feeds whole rows.
+    """
+
+    index: int
+    count: int
+    part: int = 0
+    parts: int = 1
+
+
+def row_share(rank: int, size: int, devices: int, seq: int) -> RowShare:
+    """The share of process `rank` of `size`, of `devices` devices each, on a mesh made by `make_mesh`.
+
+    Raises:
+        ShardingError: a group of `seq` devices begins or ends inside a process.
+    """
+    if devices % seq == 0:
+        return RowShare(rank, size)
+    if seq % devices or size * devices % seq:
+        raise ShardingError(
+            f"train.seq is {seq} and there are {size} processes of {devices} devices: one must be a multiple of the"
+            " other, and seq must divide all devices"
+        )
+    parts = seq // devices
+    return RowShare(rank // parts, size // parts, rank % parts, parts)
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Axis 0 (rows) over the devices: what is known of every token of a row, a few integers, is whole beside it."""
     return NamedSharding(mesh, P(ROWS))

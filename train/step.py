@@ -5,6 +5,7 @@ any donated buffer is consumed; they can not recompile.
 """
 
 import dataclasses
+import math
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -25,7 +26,18 @@ from draft_jax.objective.loss import micro_step_scale, training_loss_sums, windo
 from draft_jax.objective.metrics import zero_sums
 
 from .optimizer import Schedule, group_norms
-from .sharding import AXES, add_partial, batch_sharding, gather_leaf, replicated, state_shardings, with_shardings
+from .sharding import (
+    AXES,
+    ROWS,
+    Placed,
+    Placement,
+    batch_shardings,
+    head_sharding,
+    place,
+    reduce_partials,
+    replicated,
+    with_shardings,
+)
 from .state import Accumulator, Params, TrainState, abstract_state, accumulator_shardings, zero_accumulator
 
 
@@ -41,6 +53,7 @@ class StepOptions:
         dtype: compute dtype of the draft.
         attention: name of the attention implementation.
         compiler_options: for XLA, by name; measurements try them.
+        placement: what of the state is split over the mesh.
     """
 
     draft: DraftConfig
@@ -50,6 +63,7 @@ class StepOptions:
     dtype: Any
     attention: str = "xla"
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement = field(default_factory=Placement)
 
 
 @jax.tree_util.register_dataclass
@@ -71,15 +85,18 @@ def make_accumulate(
 ) -> Callable[[Params, FrozenHead, DraftBatch, jax.Array, jax.Array, Accumulator], Accumulator]:
     """The micro-step: add a batch's gradient and sums to the accumulator.
 
-    Every device works on its own rows and adds to its own partial sums; with `fsdp` 1 and the "window"
-    normalization the devices do not exchange a single number. With `fsdp` > 1 they gather the parameters they hold
-    parts of and share the gradients of those; "micro_step" sums one number, the micro-step's weight.
+    Every device works on its own rows and adds to its own partial sums; unless parameters or rows are split, and with
+    the "window" normalization, the devices do not exchange a single number. Fully sharded they gather the parameters
+    they hold parts of and share the gradients of those; with `seq` > 1 they gather each layer's context keys and
+    values; "micro_step" sums one number, the micro-step's weight.
 
     Anchors of a row are drawn from (key, step, number of the row in the window), so they do not depend on how the
     window is cut into micro-steps, nor on the number of devices.
     """
-    shardings = state_shardings(abstract_params(options.draft), mesh)
+    placed = place(abstract_params(options.draft), mesh, options.placement)
     axes = AXES if mesh.size > 1 else ()
+    sequence_axis = "seq" if mesh.shape["seq"] > 1 else None
+    row_groups = math.prod(mesh.shape[axis] for axis in ROWS)
 
     def accumulate(
         params: Params,
@@ -89,10 +106,12 @@ def make_accumulate(
         step: jax.Array,
         accumulator: Accumulator,
     ) -> Accumulator:
-        params = jax.tree.map(gather_leaf, params, shardings)
+        params = jax.tree.map(lambda leaf, at: at.gather(leaf), params, placed)
+        if options.placement.split_head:
+            frozen = jax.tree.map(lambda part: jax.lax.all_gather(part, "fsdp", tiled=True), frozen)
         step_key = jax.random.fold_in(jax.random.wrap_key_data(key), step)
         local_rows = batch.input_ids.shape[0]
-        first_row = accumulator.rows + jax.lax.axis_index(AXES) * local_rows
+        first_row = accumulator.rows + jax.lax.axis_index(ROWS) * local_rows
 
         def numerator(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
             return training_loss_sums(
@@ -107,26 +126,29 @@ def make_accumulate(
                 first_row=first_row,
                 rounded=accumulator.rounded,
                 axes=axes,
+                sequence_axis=sequence_axis,
             )
 
         (_, sums), grads = jax.value_and_grad(numerator, has_aux=True)(params)
         scale = micro_step_scale(sums, options.objective, axes)
         scaled = jax.tree.map(lambda g: scale * g, grads)
         return Accumulator(
-            grads=jax.tree.map(add_partial, accumulator.grads, scaled, shardings),
+            grads=jax.tree.map(lambda total, g, at: at.add(total, g), accumulator.grads, scaled, placed),
             sums=jax.tree.map(lambda total, value: total + value[None], accumulator.sums, sums),
-            rows=accumulator.rows + local_rows * mesh.size,
+            rows=accumulator.rows + local_rows * row_groups,
             rounded=accumulator.rounded,
         )
 
     def specs(tree: Any) -> Any:
         return jax.tree.map(lambda sharding: sharding.spec, tree)
 
-    layout = specs(accumulator_shardings(abstract_params(options.draft), shardings, _sums_of(options), options.dtype))
+    layout = specs(accumulator_shardings(abstract_params(options.draft), placed, _sums_of(options), options.dtype))
+    params = jax.tree.map(lambda at: at.param, placed)
+    head = head_sharding(mesh, options.placement).spec
     return jax.shard_map(
         accumulate,
         mesh=mesh,
-        in_specs=(specs(shardings), P(), P(AXES), P(), P(), layout),
+        in_specs=(params, head, specs(batch_shardings(mesh)), P(), P(), layout),
         out_specs=layout,
         check_vma=False,  # partial sums differ from device to device by design
     )
@@ -144,11 +166,15 @@ def make_apply(
     Rule for a window without any supervised token (weight 0): parameters, moments and Adam's count stay bit for bit;
     only `step` advances, and with it the schedule. The same for a gradient that is not finite, which the loop then
     reports as an error: it never reaches parameters or moments.
+
+    Everything is computed where the moments are: on the part of a leaf that a device holds, or on all of it.
     """
-    shardings = state_shardings(abstract_params(options.draft), mesh)
+    placed = place(abstract_params(options.draft), mesh, options.placement)
 
     def apply(state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, StepMetrics]:
-        sums, grads = jax.tree.map(lambda partials: partials.sum(axis=0), (accumulator.sums, accumulator.grads))
+        sums = jax.tree.map(lambda partials: partials.sum(axis=0), accumulator.sums)
+        grads = reduce_partials(accumulator.grads, placed)
+        held = jax.tree.map(_at_moments, state.params, placed)
         weight = sums["weight"]
         scale = window_scale(sums)
         grads = jax.tree.map(lambda g: g * scale, grads)
@@ -156,20 +182,20 @@ def make_apply(
         norm = jnp.sqrt(sum(jnp.square(value) for value in values.values()))
         usable = (weight > 0) & jnp.isfinite(norm)
         rate = options.schedule(state.step, state.rewarm_from)
-        directions, opt_state = options.optimizer.update(grads, state.opt_state, state.params)
+        directions, opt_state = options.optimizer.update(grads, state.opt_state, held)
         updates = jax.tree.map(lambda d: jnp.where(usable, -rate * d, 0.0), directions)
-        params = optax.apply_updates(state.params, updates)
+        params = optax.apply_updates(held, updates)
 
         values |= group_norms("update_norm", updates) | group_norms("param_norm", params)
         values |= {"lr": rate, "grad_norm": norm, "skipped_updates": (weight <= 0).astype(jnp.float32)}
         new_state = TrainState(
             step=state.step + 1,
-            params=_select(usable, params, state.params),
+            params=jax.tree.map(_at_moments, _select(usable, params, held), placed),
             opt_state=_select(usable, opt_state, state.opt_state),
             key=state.key,
             rewarm_from=state.rewarm_from,
         )
-        empty = zero_accumulator(new_state.params, shardings, _sums_of(options), options.dtype)
+        empty = zero_accumulator(new_state.params, placed, _sums_of(options), options.dtype)
         # Zeros made of the old sums are written in the pass that reads them; constants would be made once and then
         # copied into every buffer. No compiler knows that a step is never negative.
         zeros = jax.tree.map(lambda g: jnp.where(state.step >= 0, 0.0, g), accumulator.grads)
@@ -177,6 +203,10 @@ def make_apply(
         return new_state, empty, StepMetrics(sums, values)
 
     return apply
+
+
+def _at_moments(leaf: jax.Array, at: Placed) -> jax.Array:
+    return jax.lax.with_sharding_constraint(leaf, at.moment_sharding)
 
 
 def _select(condition: jax.Array, new: Any, old: Any) -> Any:
@@ -253,13 +283,13 @@ def lower_programs(
     """
     draft = options.draft
     on_mesh = replicated(mesh)
-    state = abstract_state(draft, options.optimizer, mesh)
+    state = abstract_state(draft, options.optimizer, mesh, options.placement)
     batch = with_shardings(
-        abstract_batch(rows, length, draft.hidden_size, draft.num_taps, hidden_dtype), batch_sharding(mesh)
+        abstract_batch(rows, length, draft.hidden_size, draft.num_taps, hidden_dtype), batch_shardings(mesh)
     )
-    head = with_shardings(frozen, on_mesh)
+    head = with_shardings(frozen, head_sharding(mesh, options.placement))
     state_placement = jax.tree.map(lambda leaf: leaf.sharding, state)
-    window = (state_placement.params, _sums_of(options), options.dtype)
+    window = (place(state.params, mesh, options.placement), _sums_of(options), options.dtype)
     placement = accumulator_shardings(state.params, *window)
 
     def start(params: Params) -> Accumulator:

@@ -70,6 +70,26 @@ def main() -> None:
         for array, reference in zip(out, (context.numpy(), last.numpy(), ids)):
             assert array.sharding == rows
             assert np.array_equal(np.asarray(array), reference)
+
+    # Tokens of a row over the last axis: states in parts, integers whole.
+    deep = jax.make_mesh((2, 1, 4), ("data", "fsdp", "seq"), axis_types=(AxisType.Auto,) * 3)
+    parts = NamedSharding(deep, PartitionSpec(("data", "fsdp"), "seq"))
+    ring4 = StagingRing(1, rows=4, length=8, context_width=4, hidden=2)
+    ids = generator.integers(0, 50, size=(4, 8))
+    context, last = torch.randn(4, 8, 4), torch.randn(4, 8, 2)
+    host = SimpleNamespace(input_ids=ids, loss_mask=ids % 2, positions=ids, document_start=ids * 0)
+    with ring4.lease() as slot:
+        for row in range(4):
+            slot.fill(row, 0, context[row], last[row])
+        batch = to_batch(slot, host, parts)
+        assert {shard.data.shape for shard in batch.context_hidden.addressable_shards} == {(2, 2, 4)}
+        assert {shard.data.shape for shard in batch.input_ids.addressable_shards} == {(2, 8)}
+        out = jax.jit(lambda b: (b.context_hidden * 1, b.last_hidden * 1, b.input_ids * 1))(batch)
+        slot.fence(out)
+    for array, reference in zip(out, (context.numpy(), last.numpy(), ids)):
+        assert np.array_equal(np.asarray(array), reference)
+
+    ids = generator.integers(0, 50, size=(16, 3))
     short = SimpleNamespace(input_ids=ids[:5], loss_mask=ids, positions=ids, document_start=ids)
     with ring.lease() as slot, pytest.raises(HandoffError, match=r"input_ids has shape \(5, 3\)"):
         to_batch(slot, short, rows)
@@ -79,8 +99,11 @@ def main() -> None:
     assert frozen.lm_head is frozen.embedding
     assert frozen.embedding.is_fully_replicated
     assert np.array_equal(np.asarray(frozen.embedding), matrix.numpy())
-    with pytest.raises(HandoffError, match="replicated"):
-        frozen_to_jax(matrix, matrix, rows)
+    split = frozen_to_jax(matrix, torch.randn(16, 4), rows)
+    assert np.array_equal(np.asarray(split.embedding), matrix.numpy())
+    assert [shard.data.shape for shard in split.lm_head.addressable_shards] == [(2, 4)] * 8
+    with pytest.raises(HandoffError, match=r"frozen matrix of \[9, 4\] cannot be split .* its 9 rows must divide"):
+        frozen_to_jax(torch.randn(9, 4), torch.randn(9, 4), rows)
     print("all checks passed")
 
 

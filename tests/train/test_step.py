@@ -18,7 +18,7 @@ from draft_jax.objective.metrics import zero_sums
 from train.config import OptimizerConfig
 from train.metrics import CompileCounter
 from train.optimizer import make_optimizer, make_schedule
-from train.sharding import batch_sharding, make_mesh, replicated
+from train.sharding import batch_shardings, make_mesh, place, replicated
 from train.state import new_state, zero_accumulator
 from train.step import StepOptions, compile_programs, make_accumulate
 
@@ -56,7 +56,7 @@ def rows_of(draft, documents: list[list[int]], seed: int = 0, length: int = LENG
 
 
 def batch_of(fields: dict, rows=slice(None), mesh=MESH) -> DraftBatch:
-    return jax.device_put(DraftBatch(**{k: v[rows] for k, v in fields.items()}), batch_sharding(mesh))
+    return jax.device_put(DraftBatch(**{k: v[rows] for k, v in fields.items()}), batch_shardings(mesh))
 
 
 @functools.cache
@@ -121,8 +121,8 @@ def plain_accumulate(draft, objective):
 def sums_and_gradients(draft, *fields: dict, objective=OBJECTIVE):
     """The micro-steps of the given rows alone, without an optimizer step."""
     state = _initial(draft)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-    accumulator = zero_accumulator(state.params, shardings, zero_sums(draft.block_size), jnp.float32)
+    placed = place(state.params, MESH)
+    accumulator = zero_accumulator(state.params, placed, zero_sums(draft.block_size), jnp.float32)
     for rows in fields:
         accumulator = plain_accumulate(draft, objective)(
             state.params, head_of(draft), batch_of(rows), state.key, state.step, accumulator
