@@ -196,7 +196,7 @@ def verdict(comparison: Comparison) -> str:
             f"{comparison.other} against {comparison.baseline}: {overall.prompts} prompt(s) are too few to tell a "
             f"difference from noise; evaluate {MIN_PROMPTS} or more."
         )
-    size = f"{abs(found.value):.3f} tokens per round ({found.value / overall.baseline:+.1%})"
+    size = f"{abs(found.value):.3f} tokens per round ({abs(found.value) / overall.baseline:.1%})"
     span = f"95 % interval {found.low:+.3f} to {found.high:+.3f}, {overall.prompts} prompts"
     if found.low == found.high == 0:
         return f"{comparison.other} and {comparison.baseline} accept exactly the same."
