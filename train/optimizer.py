@@ -1,6 +1,7 @@
 """AdamW, its learning-rate schedule and the groups whose norms are logged."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -48,21 +49,55 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> Schedule:
     return schedule
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clip by the global norm, Adam's direction, decoupled decay; the caller multiplies by minus the rate.
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW leaf by leaf (or part of a leaf): optax's Adam, decoupled decay, and the norm gradients are clipped to.
 
     The rate stays outside so that the schedule follows the run's own step, which also counts windows that update
     nothing, and not Adam's count, which does not.
+
+    Attributes:
+        adam: without rate and decay.
+        weight_decay: times the parameter, added to Adam's direction; of leaves with two or more axes only.
+        max_grad_norm: gradients of a larger global norm are scaled down to it.
     """
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.scale_by_adam(b1=config.betas[0], b2=config.betas[1], eps=config.eps, mu_dtype=jnp.float32),
-        optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
-    )
+
+    adam: optax.GradientTransformation
+    weight_decay: float
+    max_grad_norm: float
+
+    def init(self, params: Any) -> optax.OptState:
+        """State of step 0, moments zero, float32: that of clip, Adam and decay as a chain, which checkpoints hold."""
+        decay = optax.add_decayed_weights(self.weight_decay, mask=jax.tree.map(lambda leaf: leaf.ndim >= 2, params))
+        return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), self.adam, decay).init(params)
+
+    def clip(self, norm: jax.Array) -> jax.Array:
+        """Factor on gradients of this global norm."""
+        return self.max_grad_norm / jnp.maximum(norm, self.max_grad_norm)
+
+    def direction(
+        self, gradient: jax.Array, count: jax.Array, param: jax.Array, mu: jax.Array, nu: jax.Array, decays: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What the rate multiplies, and the new moments; elementwise, so parts of leaves will do.
+
+        Args:
+            gradient: clipped.
+            count: updates made before.
+            param: float32.
+            mu: first moment.
+            nu: second moment.
+            decays: whether the leaf these are of has two or more axes.
+        """
+        direction, state = self.adam.update(gradient, optax.ScaleByAdamState(count, mu, nu))
+        if decays and self.weight_decay:
+            direction += self.weight_decay * param
+        return direction, state.mu, state.nu
 
 
-def _is_matrix(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
+def make_optimizer(config: OptimizerConfig) -> Optimizer:
+    """The optimizer of a run (dspark_spec 3)."""
+    adam = optax.scale_by_adam(b1=config.betas[0], b2=config.betas[1], eps=config.eps, mu_dtype=jnp.float32)
+    return Optimizer(adam, config.weight_decay, config.max_grad_norm)
 
 
 def group_of(path: tuple[Any, ...]) -> str:
@@ -76,10 +111,20 @@ def group_of(path: tuple[Any, ...]) -> str:
     return keys[0]
 
 
-def group_norms(name: str, tree: Any) -> dict[str, jax.Array]:
-    """Euclidean norm of each parameter group of a tree, float32 scalars by `name/group`."""
-    squares: dict[str, jax.Array] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+def squares_of(tree: Any) -> Any:
+    """Sum of squares of each leaf, float32 scalars."""
+    return jax.tree.map(lambda leaf: jnp.sum(jnp.square(leaf.astype(jnp.float32))), tree)
+
+
+def group_norms(name: str, squares: Any) -> dict[str, jax.Array]:
+    """Euclidean norm of each parameter group, float32 scalars by `name/group`.
+
+    Args:
+        name: of what they are norms.
+        squares: tree of the parameters' sums of squares (`squares_of`).
+    """
+    groups: dict[str, jax.Array] = {}
+    for path, square in jax.tree_util.tree_flatten_with_path(squares)[0]:
         group = group_of(path)
-        squares[group] = squares.get(group, jnp.float32(0)) + jnp.sum(jnp.square(leaf.astype(jnp.float32)))
-    return {f"{name}/{group}": jnp.sqrt(value) for group, value in sorted(squares.items())}
+        groups[group] = groups.get(group, jnp.float32(0)) + square
+    return {f"{name}/{group}": jnp.sqrt(value) for group, value in sorted(groups.items())}

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from draft_jax.config import DraftConfig
 from draft_jax.models.dspark import init_params, rounded_kernels
 
-from .optimizer import NEVER
-from .sharding import batch_sharding, partial_shape, replicated, state_shardings
+from .optimizer import NEVER, Optimizer
+from .sharding import Placed, Placement, per_device, replicated, state_shardings
 
 Params = Any
 
@@ -47,7 +47,7 @@ class Accumulator:
     window are the sums over the leading axes.
 
     Attributes:
-        grads: float32, shaped as `sharding.partial_shape` says: gradients of the micro-steps' numerators, each times
+        grads: float32, shaped as `Placed.partial_shape` says: gradients of the micro-steps' numerators, each times
             its `micro_step_scale`.
         sums: unreduced numerators and denominators of loss and metrics, by name; a leading axis of devices.
         rows: rows seen, int32: the number of the next row in the window, from which its anchors are drawn.
@@ -69,10 +69,11 @@ def keys_of_seed(seed: int | jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def new_state(
     draft: DraftConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     seed: int,
     mesh: Mesh,
     params: Params | None = None,
+    placement: Placement | None = None,
 ) -> TrainState:
     """The state of step 0, laid out on the mesh.
 
@@ -82,6 +83,7 @@ def new_state(
         seed: of parameters and anchors.
         mesh: where to put it.
         params: float32 parameters to start from instead of random ones.
+        placement: what is split; None = by the mesh.
     """
 
     def build(seed: jax.Array, params: Params | None) -> TrainState:
@@ -90,7 +92,7 @@ def new_state(
         key, never = jax.random.key_data(anchor_key), jnp.full((), NEVER, jnp.int32)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), key, never)
 
-    shardings = state_shardings(jax.eval_shape(build, jnp.uint32(seed), params), mesh)
+    shardings = state_shardings(jax.eval_shape(build, jnp.uint32(seed), params), mesh, placement)
     # Without out_shardings the moments would be whole on every device: zeros have no operand to take a sharding from.
     return jax.jit(build, out_shardings=shardings)(jnp.uint32(seed), params)
 
@@ -106,8 +108,10 @@ def at_step(state: TrainState, *, step: int | None = None, rewarm_from: int | No
     return replace(state, step=scalar(state.step, step), rewarm_from=scalar(state.rewarm_from, rewarm_from))
 
 
-def abstract_state(draft: DraftConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of a state, without making one."""
+def abstract_state(
+    draft: DraftConfig, optimizer: Optimizer, mesh: Mesh, placement: Placement | None = None
+) -> TrainState:
+    """Shapes, dtypes and shardings of a state, without making one; arguments as `new_state`."""
 
     def build(seed: jax.Array) -> TrainState:
         init_key, anchor_key = keys_of_seed(seed)
@@ -119,21 +123,21 @@ def abstract_state(draft: DraftConfig, optimizer: optax.GradientTransformation, 
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(shapes, mesh),
+        state_shardings(shapes, mesh, placement),
     )
 
 
-def zero_accumulator(params: Params, shardings: Params, sums: dict[str, Any], dtype: Any) -> Accumulator:
+def zero_accumulator(params: Params, placed: Any, sums: dict[str, Any], dtype: Any) -> Accumulator:
     """An empty accumulator for the window of given parameters. Traceable.
 
     Args:
         params: float32 parameters; where the copies come from.
-        shardings: theirs.
+        placed: where they live (`sharding.place`).
         sums: shapes of the sums of one device.
         dtype: compute dtype.
     """
-    (mesh,) = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
-    partials = jax.tree.map(partial_shape, params, shardings)
+    mesh = _mesh_of(placed)
+    partials = jax.tree.map(lambda leaf, place: place.partial_shape(leaf), params, placed)
     return Accumulator(
         grads=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), partials),
         sums=jax.tree.map(lambda leaf: jnp.zeros((mesh.size, *leaf.shape), jnp.float32), sums),
@@ -142,13 +146,18 @@ def zero_accumulator(params: Params, shardings: Params, sums: dict[str, Any], dt
     )
 
 
-def accumulator_shardings(params: Params, shardings: Params, sums: dict[str, Any], dtype: Any) -> Accumulator:
+def accumulator_shardings(params: Params, placed: Any, sums: dict[str, Any], dtype: Any) -> Accumulator:
     """The sharding of each leaf of `zero_accumulator`, whose arguments these are."""
-    (mesh,) = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
+    mesh = _mesh_of(placed)
     everywhere: Any = replicated(mesh)
     return Accumulator(
-        grads=jax.tree.map(lambda leaf, sharding: partial_shape(leaf, sharding).sharding, params, shardings),
-        sums=jax.tree.map(lambda _: batch_sharding(mesh), sums),
+        grads=jax.tree.map(lambda leaf, place: place.partial_shape(leaf).sharding, params, placed),
+        sums=jax.tree.map(lambda _: per_device(mesh), sums),
         rows=everywhere,
         rounded=jax.tree.map(lambda _: everywhere, jax.eval_shape(lambda p: rounded_kernels(p, dtype), params)),
     )
+
+
+def _mesh_of(placed: Any) -> Mesh:
+    leaves: list[Placed] = jax.tree.leaves(placed)
+    return leaves[0].mesh

@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from draft_jax.batch import DraftBatch, FrozenHead, abstract_batch
 from draft_jax.config import DraftConfig
-from draft_jax.models.dspark import abstract_params
+from draft_jax.models.dspark import abstract_params, path_name
 from draft_jax.objective.config import ObjectiveConfig
 from draft_jax.objective.loss import micro_step_scale, training_loss_sums, window_scale
 from draft_jax.objective.metrics import zero_sums
 
-from .optimizer import Schedule, group_norms
+from .fused_update import Step, Updated, can_fuse, fused_update, plain_update
+from .optimizer import Optimizer, Schedule, group_norms, squares_of
 from .sharding import (
     AXES,
     ROWS,
@@ -58,7 +59,7 @@ class StepOptions:
 
     draft: DraftConfig
     objective: ObjectiveConfig
-    optimizer: optax.GradientTransformation
+    optimizer: Optimizer
     schedule: Schedule
     dtype: Any
     attention: str = "xla"
@@ -177,29 +178,48 @@ def make_apply(
         held = jax.tree.map(_at_moments, state.params, placed)
         weight = sums["weight"]
         scale = window_scale(sums)
-        grads = jax.tree.map(lambda g: g * scale, grads)
-        values = group_norms("grad_norm", grads)
+        values = group_norms("grad_norm", squares_of(jax.tree.map(lambda g: g * scale, grads)))
         norm = jnp.sqrt(sum(jnp.square(value) for value in values.values()))
         usable = (weight > 0) & jnp.isfinite(norm)
         rate = options.schedule(state.step, state.rewarm_from)
-        directions, opt_state = options.optimizer.update(grads, state.opt_state, held)
-        updates = jax.tree.map(lambda d: jnp.where(usable, -rate * d, 0.0), directions)
-        params = optax.apply_updates(held, updates)
+        count, mu, nu = (optax.tree.get(state.opt_state, name) for name in ("count", "mu", "nu"))
+        step = Step(scale * options.optimizer.clip(norm), rate, usable, count)
 
-        values |= group_norms("update_norm", updates) | group_norms("param_norm", params)
+        def update(path: Any, param: jax.Array, mu: jax.Array, nu: jax.Array, gradient: jax.Array, at: Placed) -> Any:
+            if not can_fuse(param, at.moment_sharding):
+                return plain_update(options.optimizer, step, param, mu, nu, gradient)
+            rounded = options.dtype if path_name(path) in accumulator.rounded else None
+            return fused_update(
+                options.optimizer, step, param, mu, nu, gradient, sharding=at.moment_sharding, rounded=rounded,
+                empty=mesh.size == 1,
+            )  # fmt: skip
+
+        updated = jax.tree_util.tree_map_with_path(update, held, mu, nu, grads, placed)
+
+        def of(name: str) -> Any:
+            return jax.tree.map(lambda leaf: getattr(leaf, name), updated)
+
+        values |= group_norms("update_norm", of("update_square")) | group_norms("param_norm", of("param_square"))
         values |= {"lr": rate, "grad_norm": norm, "skipped_updates": (weight <= 0).astype(jnp.float32)}
         new_state = TrainState(
             step=state.step + 1,
-            params=jax.tree.map(_at_moments, _select(usable, params, held), placed),
-            opt_state=_select(usable, opt_state, state.opt_state),
+            params=jax.tree.map(_at_moments, of("param"), placed),
+            opt_state=optax.tree.set(
+                state.opt_state, count=jnp.where(usable, optax.safe_increment(count), count), mu=of("mu"), nu=of("nu")
+            ),
             key=state.key,
             rewarm_from=state.rewarm_from,
         )
         empty = zero_accumulator(new_state.params, placed, _sums_of(options), options.dtype)
-        # Zeros made of the old sums are written in the pass that reads them; constants would be made once and then
-        # copied into every buffer. No compiler knows that a step is never negative.
-        zeros = jax.tree.map(lambda g: jnp.where(state.step >= 0, 0.0, g), accumulator.grads)
-        empty = dataclasses.replace(empty, grads=zeros)
+
+        def emptied(leaf: Updated, partial: jax.Array) -> jax.Array:
+            # Zeros made of the old sums are written in the pass that reads them; constants would be made once and then
+            # copied into every buffer. No compiler knows that a step is never negative.
+            return jnp.where(state.step >= 0, 0.0, partial) if leaf.emptied is None else leaf.emptied[None]
+
+        named = {path_name(path): leaf.rounded for path, leaf in jax.tree_util.tree_leaves_with_path(updated)}
+        copies = {name: empty.rounded[name] if named[name] is None else named[name] for name in empty.rounded}
+        empty = dataclasses.replace(empty, grads=jax.tree.map(emptied, updated, accumulator.grads), rounded=copies)
         return new_state, empty, StepMetrics(sums, values)
 
     return apply
@@ -207,10 +227,6 @@ def make_apply(
 
 def _at_moments(leaf: jax.Array, at: Placed) -> jax.Array:
     return jax.lax.with_sharding_constraint(leaf, at.moment_sharding)
-
-
-def _select(condition: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 @dataclass(frozen=True)

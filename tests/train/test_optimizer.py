@@ -1,5 +1,6 @@
 """Schedule and AdamW against their formulas and against torch."""
 
+import functools
 import math
 
 import jax
@@ -9,7 +10,8 @@ import optax
 import pytest
 
 from train.config import OptimizerConfig
-from train.optimizer import group_norms, group_of, make_optimizer, make_schedule
+from train.fused_update import Step, plain_update
+from train.optimizer import group_norms, group_of, make_optimizer, make_schedule, squares_of
 
 
 def formula(k: int, total: int, warmup: int, lr: float) -> float:
@@ -53,6 +55,16 @@ def test_empty_schedule_is_refused():
         make_schedule(OptimizerConfig(), 0)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def updated(optimizer, rate, params, state, grads):
+    """Parameters and state after a step, as the training step makes them on a CPU."""
+    adam = state[1]
+    step = Step(optimizer.clip(optax.global_norm(grads)), rate, jnp.asarray(True), adam.count)
+    new = jax.tree.map(functools.partial(plain_update, optimizer, step), params, adam.mu, adam.nu, grads)
+    of = lambda name: jax.tree.map(lambda leaf: getattr(leaf, name), new)  # noqa: E731
+    return of("param"), (state[0], adam._replace(count=adam.count + 1, mu=of("mu"), nu=of("nu")), state[2])
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adamw_equals_torch(weight_decay):
     """Clip, moments, bias correction, decay and rate over 12 steps: torch.optim.AdamW is the independent opinion."""
@@ -71,8 +83,7 @@ def test_adamw_equals_torch(weight_decay):
     state = optimizer.init(ours)
     for k in range(total):
         grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
-        directions, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, ours)
-        ours = optax.apply_updates(ours, jax.tree.map(lambda d, k=k: -schedule(jnp.int32(k)) * d, directions))
+        ours, state = updated(optimizer, schedule(jnp.int32(k)), ours, state, grads)
         for parameter, gradient in zip(theirs, jax.tree.leaves(grads)):
             parameter.grad = torch.tensor(gradient)
         torch.nn.utils.clip_grad_norm_(theirs, 0.7)
@@ -85,17 +96,18 @@ def test_adamw_equals_torch(weight_decay):
 def test_decay_spares_norms_and_biases():
     params = {"fc": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "norm": {"scale": jnp.ones(2)}}
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5))
-    directions, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    assert float(directions["fc"]["kernel"][0, 0]) == 0.5
-    assert float(directions["fc"]["bias"][0]) == 0
-    assert float(directions["norm"]["scale"][0]) == 0
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    new, _ = updated(optimizer, jnp.float32(1.0), params, optimizer.init(params), zeros)
+    assert float(new["fc"]["kernel"][0, 0]) == 0.5
+    assert float(new["fc"]["bias"][0]) == 1
+    assert float(new["norm"]["scale"][0]) == 1
 
 
 def test_groups_cover_the_draft(tiny_draft):
     from draft_jax.models.dspark import init_params
 
     params = init_params(tiny_draft, jax.random.key(0))
-    norms = group_norms("size", params)
+    norms = group_norms("size", squares_of(params))
     assert set(norms) == {f"size/{group}" for group in ("fc", "layers", "markov", "confidence", "norms")}
     total = math.sqrt(sum(float(v) ** 2 for v in norms.values()))
     assert total == pytest.approx(float(optax.global_norm(params)), rel=1e-6)
