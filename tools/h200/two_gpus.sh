@@ -25,11 +25,11 @@ train() { # NAME LAUNCHER... -- OPTIONS
   timeout -k 20 "${PART_SECONDS:-180}" "${launcher[@]}" -m train.cli train --run_dir="$W/$name" --target.path="$TARGET" --target.bridge=sglang \
     --target.device="$([ "$DEVICE" = cpu ] && echo cpu || echo auto)" --target.dtype="$DTYPE" --target.probe=false --train.dtype="$DTYPE" \
     --data.path="$TARGET/rows.jsonl" --data.format=tokens --data.max_length="$LENGTH" --data.min_retention=0.5 \
-    --draft.layers=2 --draft.target_layer_ids=1,8,15,22,28 --draft.mask_token_id=18 --draft.markov_rank=64 --objective.num_anchors=32 \
+    --draft.layers=2 --draft.target_layer_ids=[1,8,15,22,28] --draft.mask_token_id=18 --draft.markov_rank=64 --objective.num_anchors=32 \
     --train.epochs=null --train.steps="$STEPS" --train.batch_rows=8 --train.memory_fraction=0.2 --checkpoint.every=0 --checkpoint.keep_best=0 \
     --logging.progress=false "$@" > "$OUT/$name.log" 2>&1 || code=$?
-  [ $code -eq 0 ] || { failed=1; tail -6 "$OUT/$name.log" | cut -c1-400; }
-  say "$name" "\"exit_code\": $code, \"steps\": $(wc -l < "$W/$name/metrics.jsonl" 2> /dev/null || echo 0), \"ms_per_step\": $(tail -n 1 "$W/$name/metrics.jsonl" 2> /dev/null \
+  [ $code -eq 0 ] || { failed=1; grep -E 'Error|draft-jax train:|rank [0-9]' "$OUT/$name.log" | tail -n 6 | cut -c1-400; }
+  say "$name" "\"exit_code\": $code, \"steps\": $(cat "$W/$name/metrics.jsonl" 2> /dev/null | wc -l), \"ms_per_step\": $(tail -n 1 "$W/$name/metrics.jsonl" 2> /dev/null \
     | python3 -c 'import json, sys; print(round(1e3 * json.loads(sys.stdin.read())["seconds_per_step"], 1))' 2> /dev/null || echo null)"
 }
 for part in $PARTS; do
