@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from target_bridge.fence import torch_done
 from target_bridge.sglang.adapter import Adapter, Start, prepare_process, round_up
+from target_bridge.sglang.facts import EngineFacts
 from target_bridge.sglang.request import Computed, Request, match_rows
 from target_bridge.sglang.startup import start_adapter
 from target_bridge.sglang.versions import installed_version, make_adapter
@@ -25,33 +25,6 @@ from target_bridge.target import TargetError, check_ids
 
 #: Engines alive in this process: SGLang keeps its configuration and process groups in globals.
 _ALIVE: list[Engine] = []
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What an engine is, once it stands.
-
-    Attributes:
-        version: of SGLang.
-        hook: setter of the model class that capture goes through.
-        page_size: KV slots allocated together.
-        pool_tokens: KV slots altogether.
-        max_requests: requests that can hold KV at the same time.
-        context_length: most tokens of one request.
-        vocab_size: V, logical; ids are below it.
-        hidden_size: D.
-        num_taps: M.
-    """
-
-    version: str
-    hook: str
-    page_size: int
-    pool_tokens: int
-    max_requests: int
-    context_length: int
-    vocab_size: int
-    hidden_size: int
-    num_taps: int
 
 
 class Engine:

@@ -11,7 +11,7 @@ DEVICE=${DEVICE:-cuda} STEPS=${STEPS:-300} COMPARED=${COMPARED:-50} TURNS=${TURN
 PARTS=${PARTS:-single dp tp compare turns} TARGET=$W/target
 export PYTHONPATH=$B/transformers:$B/rest:${EXTRA_PATH:+$EXTRA_PATH:}${SITE:-/tmp/site}:$PWD
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 SGLANG_ENABLE_JIT_DEEPGEMM=0 NCCL_NVLS_ENABLE=0
-[ "$DEVICE" != cpu ] || export SGLANG_CPU_OMP_THREADS_BIND="0|1"
+cores() { [ "$DEVICE" != cpu ] || export SGLANG_CPU_OMP_THREADS_BIND=$1; } # as many as ranks of a target, which SGLang insists on
 begin=$SECONDS; failed=0
 say() { printf '{"part": "%s", "s": %d%s}\n' "$1" $((SECONDS - begin)) "${2:+, $2}"; }
 [ -s "$TARGET/rows.jsonl" ] || JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES= python3 tools/h200/random_target.py "$TARGET" --heads 8 --kv-heads 4 \
@@ -34,9 +34,9 @@ train() { # NAME LAUNCHER... -- OPTIONS
 }
 for part in $PARTS; do
   case $part in
-    single) train single python3 -- --train.stop_at="$COMPARED" ;;
-    dp) train dp "${RANKS[@]}" 29611 -- ;;
-    tp) train tp "${RANKS[@]}" 29612 -- --target.sglang.tp_size=2 ;;
+    single) cores 0; train single python3 -- --train.stop_at="$COMPARED" ;;
+    dp) cores 0; train dp "${RANKS[@]}" 29611 -- ;;
+    tp) cores "0|1"; train tp "${RANKS[@]}" 29612 -- --target.sglang.tp_size=2 ;;
     compare) python3 - "$W" "$COMPARED" "$STEPS" "$OUT/losses.json" <<'P' || failed=1
 import json, sys
 folder, compared, steps, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -57,7 +57,7 @@ for name in ("dp", "tp"):
 sys.exit(not ok)
 P
       ;;
-    turns) timeout -k 20 "${PART_SECONDS:-180}" "${RANKS[@]}" 29613 \
+    turns) cores "0|1"; timeout -k 20 "${PART_SECONDS:-180}" "${RANKS[@]}" 29613 \
       tools/h200/sglang_tp_smoke.py "$TARGET" --turns "$TURNS" --device "$DEVICE" > "$OUT/turns.log" 2>&1 || { failed=1; tail -6 "$OUT/turns.log" | cut -c1-400; }
       grep '^{' "$OUT/turns.log" ;;
   esac
