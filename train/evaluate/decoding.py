@@ -20,8 +20,8 @@ from train.evaluate.accounting import Round, settle_round
 from train.evaluate.config import EvalConfig
 from train.evaluate.draft_runner import DraftRunner, ProposedBlocks
 from train.evaluate.plain import last_logits, sample
-from train.evaluate.result import SampleResult
 from train.evaluate.roster import Clock, Job, Roster, Text, sample_generator, widest
+from train.evaluate.sample_result import SampleResult
 
 if TYPE_CHECKING:
     from target_bridge.target import Session, SessionStep, Target

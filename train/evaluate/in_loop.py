@@ -88,8 +88,8 @@ class InLoopEvaluation:
         found = load_prompts(config.prompts, target.tokenizer, limit=config.limit, template=config.template)
         self._prompts: Sequence[Prompt] = found.prompts
         self._frozen: FrozenHead | None = None
-        if found.refused:
-            tell(f"in-loop evaluation: {found.summary()}")
+        if left_out := found.summary():
+            tell(f"in-loop evaluation: {left_out}")
 
     def facts(self) -> dict[str, int | str]:
         """What all processes must have alike before they evaluate: the number of prompts and a checksum of them."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from train.evaluate.accounting import Round
 from train.evaluate.plain import PlainOutput
-from train.evaluate.result import SampleResult, Seconds
+from train.evaluate.sample_result import SampleResult, Seconds
 
 IDENTITY = "identity.json"
 

@@ -14,8 +14,8 @@ from train.evaluate.decoding import DraftDecoding
 from train.evaluate.draft_runner import DraftRunner
 from train.evaluate.journal import Journal
 from train.evaluate.plain import PlainOutput, decode_plain
-from train.evaluate.result import SampleResult
 from train.evaluate.roster import Job, widest
+from train.evaluate.sample_result import SampleResult
 from train.evaluate.tasks import Prompt
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 
 from target_bridge import fence
 from target_bridge.verify_batch import verify_batch
-from train.evaluate.result import Seconds
 from train.evaluate.roster import Clock, Job, Roster, Text, sample_generator, widest
+from train.evaluate.sample_result import Seconds
 
 if TYPE_CHECKING:
     from target_bridge.target import SessionStep, Target

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from train.evaluate.result import Seconds
+from train.evaluate.sample_result import Seconds
 from train.evaluate.tasks import Prompt
 
 #: A prefill is a forward of its own: it waits until one slot in so many is free.

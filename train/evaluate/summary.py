@@ -9,7 +9,8 @@ from draft_jax.config import DraftConfig
 from train.evaluate.accounting import accept_statistics
 from train.evaluate.passes import Passes
 from train.evaluate.plain import PlainOutput
-from train.evaluate.result import Difference, EvalResult, Refusal, SampleResult
+from train.evaluate.result import Difference, EvalResult, Refusal
+from train.evaluate.sample_result import SampleResult
 
 
 def summarise(

@@ -5,7 +5,8 @@ import json
 import numpy as np
 
 from train.evaluate.accounting import Round, accept_statistics
-from train.evaluate.result import EvalResult, SampleResult, Seconds
+from train.evaluate.result import EvalResult
+from train.evaluate.sample_result import SampleResult, Seconds
 
 
 def made_result(

@@ -423,7 +423,8 @@ def test_differences_are_explained(make_result):
 @pytest.fixture
 def make_result():
     from train.evaluate.accounting import Round, accept_statistics
-    from train.evaluate.result import Difference, EvalResult, SampleResult, Seconds
+    from train.evaluate.result import Difference, EvalResult
+    from train.evaluate.sample_result import SampleResult, Seconds
 
     def make(dtype, margin):
         rounds = [Round((1, 2), 3, 1, "length")]

@@ -17,7 +17,8 @@ from train.evaluate.confidence import (
     sigmoid,
     survival,
 )
-from train.evaluate.result import EvalResult, SampleResult, Seconds
+from train.evaluate.result import EvalResult
+from train.evaluate.sample_result import SampleResult, Seconds
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import pytest
 
 from train.evaluate.accounting import Round, accept_statistics
-from train.evaluate.result import EvalResult, SampleResult, Seconds
+from train.evaluate.result import EvalResult
+from train.evaluate.sample_result import SampleResult, Seconds
 
 ROUNDS = [Round((11, 12, 50), proposed=3, accepted=2), Round((13, 9), proposed=2, accepted=2, finish="eos")]
 

@@ -2,7 +2,8 @@
 
 from tests.train.evaluate.test_tasks import make_tokenizer
 from train.evaluate.accounting import Round, accept_statistics
-from train.evaluate.result import EvalResult, SampleResult, Seconds
+from train.evaluate.result import EvalResult
+from train.evaluate.sample_result import SampleResult, Seconds
 from train.evaluate.texts import token_texts
 
 

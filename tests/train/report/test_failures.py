@@ -3,8 +3,9 @@
 import pytest
 
 from train.evaluate.accounting import Round, accept_statistics
-from train.evaluate.result import EvalResult, SampleResult, Seconds
+from train.evaluate.result import EvalResult
 from train.evaluate.result_file import NamedResult
+from train.evaluate.sample_result import SampleResult, Seconds
 from train.report.attempts import (
     Attempt,
     Group,
