@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from draft_jax.objective.metrics import finalize
+from target_bridge.fence import jax_done
 
 from . import assembly, resume, rollback
 from .assembly import Assembled
@@ -196,6 +197,9 @@ class Loop:
             return worst
         with self.watchdog.phase("optimizer step"):
             self.state, self.accumulator, metrics = self.parts.programs.apply(self.state, self.accumulator)
+            if getattr(self.parts.target, "lockstep", False):
+                # Ranks that share a target meet again in the next capture, in torch's collectives: JAX's have ended.
+                jax_done(self.accumulator)
             self.step += 1
             self.position = self.feeder.position
             self._read_pending()  # of the step before: the device is never waited for to log

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draft_jax.config import DraftConfig
-from train import feeding, loop, runtime
+from train import feeding, loop, runtime, steps
 from train.checkpoint import CheckpointError, complete_steps, load_trained
 from train.config import ConfigError
 from train.config_file import build, load_config
@@ -212,6 +212,38 @@ def test_warm_start_from_a_folder(tree, tmp_path, target, change):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert not any(np.any(x) for x in jax.tree.leaves(state.opt_state))
     assert int(assembly.assemble(build(tree), target).initial_state().rewarm_from) < -(2**20)  # a new draft does not
+
+
+def test_the_ranks_of_a_shared_target_capture_only_when_jax_is_done(tree, target, change, monkeypatch):
+    """Their captures are collectives of torch, an optimizer step is one of JAX: never in flight together."""
+    happened = []
+
+    class Spy(steps.Loop):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            real = self.parts.programs.apply
+
+            def apply(*arguments):
+                outputs = real(*arguments)
+                happened.append(("apply", id(outputs[1].rows)))
+                return outputs
+
+            programs = dataclasses.replace(self.parts.programs, apply=apply)
+            self.parts = dataclasses.replace(self.parts, programs=programs)
+
+    done = steps.jax_done
+    monkeypatch.setattr(loop, "Loop", Spy)
+    monkeypatch.setattr(
+        steps, "jax_done", lambda outputs: (happened.append(("fence", id(outputs.rows))), done(outputs))
+    )
+    shared = Wrapped(target, lambda *_: happened.append(("capture", 0)))
+    shared.lockstep = True
+    run(build(change(tree, train__steps=2)), target=shared)
+    applied = [place for place, (what, _) in enumerate(happened) if what == "apply"]
+    assert len(applied) == 2
+    for place in applied:
+        assert happened[place + 1] == ("fence", happened[place][1])
+    assert happened[applied[0] + 2][0] == "capture"
 
 
 @pytest.mark.parametrize(
