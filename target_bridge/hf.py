@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from target_bridge.batching import overhead_tokens, pad_right, plan_groups
+from target_bridge.hf_attention import without_plans
 from target_bridge.hf_check import check_model
 from target_bridge.hf_parts import Parts, find_parts, max_length_of, num_layers_of, text_config
 from target_bridge.hf_session import HFSession, check_sessions
@@ -271,7 +272,8 @@ class HFTarget:
 
     def _forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids [R, T] -> (taps [R, T, M*D], last_hidden [R, T, D]). The LM head does not run."""
-        with torch.inference_mode(), LayerTaps(self._parts.layers, self._layer_ids) as taps:
+        recorder = LayerTaps(self._parts.layers, self._layer_ids)
+        with torch.inference_mode(), without_plans(self.device), recorder as taps:
             output = self._parts.decoder(input_ids=ids, use_cache=False)
             return taps.take(), output.last_hidden_state
 

@@ -84,9 +84,11 @@ def folded_heads(config: Any) -> Iterator[None]:
 
 
 def without_plans(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Torch's attention without cuDNN's kernels: those need a plan for every shape, about 2 ms of making it per layer.
+    """Torch's attention without cuDNN's kernels: those make a plan for every new shape.
 
-    Forwards of decoding have ever new shapes; a shape that comes often is recorded, whatever its kernels.
+    Shapes of documents and of texts being decoded are ever new. SmolLM2 on an H200, bf16, 16 documents of 60 to 512
+    tokens, torch 2.11: a forward takes 60 to 130 ms when its shape is new to cuDNN, 18 ms when it is not, and 18 ms
+    without cuDNN.
     """
     if device.type != "cuda":
         return contextlib.nullcontext()

@@ -131,6 +131,8 @@ class HFSession:
 
     def close(self) -> None:
         """Free the cache."""
+        if self._cache is not None:
+            self._cache.release()
         self._cache = None
         self._graphs = None
         self._target = None

@@ -207,6 +207,10 @@ class SlotCache(Cache):
         self.num_slots, self.max_length = num_slots, max_length
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
 
+    def release(self) -> None:
+        """Gives the memory back at once: cache and layers hold each other, so it would wait for Python's collector."""
+        self.layers = []
+
 
 class SlotMasks:
     """The attention masks a model wants beside a `SlotCache`.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -230,6 +233,19 @@ def test_order_of_calls_is_enforced(targets):
     for call in (lambda: session.extend({0: [1]}), lambda: session.commit({}), lambda: session.free(0)):
         with pytest.raises(TargetError, match="closed"):
             call()
+
+
+def test_a_closed_session_gives_its_memory_back_at_once(targets):
+    """The next session may need it before Python's collector runs."""
+    session = targets["llama"].open_session(16)
+    session.extend({0: [1, 2]})
+    keys = weakref.ref(session._cache.layers[0].keys)
+    gc.disable()
+    try:
+        session.close()
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("length", [0, 97])
