@@ -18,10 +18,12 @@ class Shape:
     Attributes:
         rows: `B`, rows of tokens.
         length: `L`, tokens of a row.
-        num_anchors: `N`, anchors of a row.
+        num_anchors: `N`, anchors of a row; of those, the share of this device.
         dtype_bytes: bytes of a number in the compute dtype: 2 or 4.
         platform: "cpu", "gpu", ...: decides the chunk of the objective.
         chunk_rows: rows of a chunk of the objective; None: chosen as the objective does.
+        rematerialise: layers are computed again in the backward pass instead of kept.
+        sequence_parts: devices that share a row, each with that part of its captured states (draft_jax.sequence).
     """
 
     rows: int
@@ -30,6 +32,8 @@ class Shape:
     dtype_bytes: int = 2
     platform: str = "gpu"
     chunk_rows: int | None = None
+    rematerialise: bool = False
+    sequence_parts: int = 1
 
     def draft_rows(self, draft: DraftConfig) -> int:
         """Slots of all blocks, `B * N * K`."""
@@ -62,18 +66,21 @@ def step_flops(draft: DraftConfig, shape: Shape, context_keys: float | None = No
     Returns:
         Operations by part.
     """
-    tokens, rows = shape.rows * shape.length, shape.draft_rows(draft)
+    tokens, rows = shape.rows * shape.length // shape.sequence_parts, shape.draft_rows(draft)
     d, v, layers = draft.hidden_size, draft.vocab_size, draft.num_hidden_layers
     query, kv = _widths(draft)
     keys = (shape.length / 2 if context_keys is None else context_keys) + draft.block_size
+    again = 1.0 if shape.rematerialise else 0.0
+    # Of a layer computed again nobody asks for the last product: what it adds to is the next layer's input, and kept.
+    again_layer = again * (1 - d * draft.intermediate_size / layer_parameters(draft))
     parts = {
         # name: (operations forward, what the backward pass costs in units of the forward)
         "fc": (2.0 * tokens * draft.num_taps * d * d, 1.0),
         "context keys and values": (2.0 * tokens * d * 2 * kv * layers, 2.0),
-        "block layers": (2.0 * rows * layer_parameters(draft) * layers, 2.0),
-        "attention": (4.0 * rows * keys * query * layers, ATTENTION_BACKWARD),
+        "block layers": (2.0 * rows * layer_parameters(draft) * layers, 2.0 + again_layer),
+        "attention": (4.0 * rows * keys * query * layers, ATTENTION_BACKWARD + again),
         "vocabulary, draft": (2.0 * rows * d * v, 1.0),
-        "vocabulary, target": (2.0 * min(rows, tokens) * d * v, 0.0),
+        "vocabulary, target": (2.0 * min(rows, shape.rows * shape.length) * d * v, 0.0),
         "Markov head": (2.0 * rows * draft.markov_rank * v, 2.0),
     }
     return {name: forward * (1 + backward) for name, (forward, backward) in parts.items()}
@@ -99,17 +106,19 @@ def step_memory(draft: DraftConfig, shape: Shape, attention: str) -> dict[str, i
     layer = item * (4 * d + 3 * query + 3 * kv + 3 * draft.intermediate_size)
     tables = draft.markov_rank * v
     parts = {
-        "layers, for the backward pass": rows * layers * layer,
-        "context": tokens * item * (draft.num_taps * d + d + 2 * kv * layers),
+        "layers, for the backward pass": rows * (layer + layers * item * d if shape.rematerialise else layers * layer),
+        # Keys and values are of whole rows, what they are made from is this device's part.
+        "context": tokens * item * ((draft.num_taps * d + d) // shape.sequence_parts + 2 * kv * layers),
         "block states and their gradients": rows * (4 + 3 * item) * d,
         "objective's chunk": (4 + 4 + item) * shape.chunk(draft) * v,
         "gradients of the Markov tables": (4 + 4 + item) * tables,
     }
     heads = rows * draft.num_attention_heads
+    kept = 1 if shape.rematerialise else layers
     if attention == "xla":
-        parts["attention scores"] = heads * (shape.length + draft.block_size) * ((4 + item) * layers + 8)
+        parts["attention scores"] = heads * (shape.length + draft.block_size) * ((4 + item) * kept + 8)
     else:
-        parts["attention's log-sum-exps"] = heads * 4 * layers
+        parts["attention's log-sum-exps"] = heads * 4 * kept
     return parts
 
 

@@ -175,6 +175,8 @@ class TrainConfig:
             for each micro-step; without effect on a target's own copy of them.
         seq: devices that share each row, each with its part of the captured states: for contexts too long for one.
             Without a tensor-parallel target of the same size, each of their processes captures the row by itself.
+        rematerialise: layers of the draft are computed again in the backward pass instead of kept: `--plan` says how
+            much memory that saves and how many operations it costs.
         memory_fraction: share of the accelerator's memory JAX reserves when it starts.
         on_collapse: when a draft that had learned loses it within a few steps (train/collapse.py): ignore, warn, stop
             = end the run with what kind of collapse it is and which checkpoints are good, or rollback = go back to the
@@ -198,6 +200,7 @@ class TrainConfig:
     split_accumulator: bool = True
     split_head: bool = False
     seq: int = 1
+    rematerialise: bool = False
     memory_fraction: float = 0.5
     on_collapse: Literal["ignore", "warn", "stop", "rollback"] = "warn"
     max_rollbacks: int = 3

@@ -41,6 +41,12 @@ from .sharding import (
 )
 from .state import Accumulator, Params, TrainState, abstract_state, accumulator_shardings, zero_accumulator
 
+#: What XLA is told by default, by platform and program. Its own Triton products instead of cuBLAS cost a micro-step
+#: 0.8 of 71 ms and 0.3 GiB, and a third of the time to compile (benchmarks/NOTES.md).
+COMPILER_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
+    ("gpu", "accumulate"): {"xla_gpu_enable_triton_gemm": False},
+}
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -53,8 +59,9 @@ class StepOptions:
         schedule: learning rate of a step, and of the step it re-warms from (`make_schedule`).
         dtype: compute dtype of the draft.
         attention: name of the attention implementation.
-        compiler_options: for XLA, by name; measurements try them.
+        compiler_options: for XLA, by name, over `COMPILER_OPTIONS`; measurements try them.
         placement: what of the state is split over the mesh.
+        rematerialise: compute each layer of the draft again in the backward pass: less memory, more operations.
     """
 
     draft: DraftConfig
@@ -65,6 +72,7 @@ class StepOptions:
     attention: str = "xla"
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
+    rematerialise: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -128,6 +136,7 @@ def make_accumulate(
                 rounded=accumulator.rounded,
                 axes=axes,
                 sequence_axis=sequence_axis,
+                rematerialise=options.rematerialise,
             )
 
         (_, sums), grads = jax.value_and_grad(numerator, has_aux=True)(params)
@@ -285,8 +294,11 @@ def compile_programs(
         "the lowered programs (CRC-32)",
         {name: f"{zlib.crc32(program.as_text().encode()):08x}" for name, program in lowered.items()},
     )
-    compiler_options = dict(options.compiler_options)
-    compiled = {name: program.compile(compiler_options) for name, program in lowered.items()}
+    platform = next(iter(mesh.devices.flat)).platform
+    compiled = {
+        name: program.compile({**COMPILER_OPTIONS.get((platform, name), {}), **options.compiler_options})
+        for name, program in lowered.items()
+    }
     return Programs(**compiled, batch=batch, compile_seconds=time.perf_counter() - begin)
 
 

@@ -160,6 +160,7 @@ class DSparkDraft(nnx.Module):
         anchor_positions: Int[Array, "B N"],
         embedding: Float[Array, "W D"],
         attends: Sequence[Attend],
+        rematerialise: bool = False,
     ) -> Float[Array, "B N K D"]:
         """The backbone over blocks `[anchor, mask, mask, ...]` at positions `p, p + 1, ..`; after the final
         norm.
@@ -172,6 +173,7 @@ class DSparkDraft(nnx.Module):
             anchor_positions: absolute position of each anchor.
             embedding: the target's embedding.
             attends: one per layer, see `DecoderLayer`.
+            rematerialise: keep only each layer's input for the backward pass, which computes the layer again.
         """
         K = self.config.block_size
         slots = jnp.arange(K, dtype=anchor_tokens.dtype)
@@ -181,8 +183,9 @@ class DSparkDraft(nnx.Module):
             h = embedding[ids].astype(self.dtype)
         angles = rotary_angles(anchor_positions[..., None] + slots, self.frequencies)
         for i, (layer, attend) in enumerate(zip(self.ordered_layers(), attends, strict=True)):
+            run: Callable[[Array], Array] = functools.partial(layer, angles=angles, attend=attend)
             with jax.named_scope(f"layer_{i}"):
-                h = layer(h, angles, attend)
+                h = jax.checkpoint(run)(h) if rematerialise else run(h)
         with jax.named_scope("norm"):
             return self.norm(h)
 
@@ -194,6 +197,7 @@ class DSparkDraft(nnx.Module):
         context_valid: Bool[Array, "B L"],
         attention: str = "xla",
         sequence_axis: str | None = None,
+        rematerialise: bool = False,
     ) -> Float[Array, "B N K D"]:
         """Hidden state of every slot of every block, after the final norm.
 
@@ -205,6 +209,7 @@ class DSparkDraft(nnx.Module):
             attention: name of the attention implementation.
             sequence_axis: mesh axis over which `batch.context_hidden` is split (`draft_jax.sequence`); everything
                 else is of whole rows.
+            rematerialise: see `run_blocks`.
         """
         visible, positions = context_valid, batch.positions
         if sequence_axis is not None:
@@ -221,7 +226,7 @@ class DSparkDraft(nnx.Module):
             for keys, values in keys_values
         ]
         positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
-        return self.run_blocks(blocks.tokens, blocks.keep, positions, frozen.embedding, attends)
+        return self.run_blocks(blocks.tokens, blocks.keep, positions, frozen.embedding, attends, rematerialise)
 
 
 @jax.named_scope("attention")

@@ -65,6 +65,7 @@ def loss_sums(
     rounded: Mapping[str, Array] | None = None,
     axes: tuple[str, ...] = (),
     sequence_axis: str | None = None,
+    rematerialise: bool = False,
 ) -> tuple[Float[Array, ""], Sums]:
     """Objective of given blocks (dspark_spec 2.3) with all sums of 2.4.
 
@@ -84,6 +85,7 @@ def loss_sums(
         axes: mesh axes of a surrounding `shard_map` that spread the micro-step's rows over devices. Sums stay those
             of this device; only the "micro_step" divisor is of all of them.
         sequence_axis: the one of them that splits rows, of a batch and blocks made by `draft_jax.sequence.deal`.
+        rematerialise: compute each layer again in the backward pass instead of keeping what it made.
 
     Returns:
         The numerator `sum of alpha * N` over the terms, fp32, and the sums. Differentiate the numerator with
@@ -100,7 +102,15 @@ def loss_sums(
     if context_valid is None:
         context_valid = jnp.ones(batch.loss_mask.shape, bool)
     draft = bind(config, params, dtype, rounded)
-    hidden = draft(batch, blocks, frozen, context_valid, attention=attention, sequence_axis=sequence_axis)
+    hidden = draft(
+        batch,
+        blocks,
+        frozen,
+        context_valid,
+        attention=attention,
+        sequence_axis=sequence_axis,
+        rematerialise=rematerialise,
+    )
     z = w2 = None
     if draft.markov is not None:
         z, w2 = draft.markov.states(hidden, blocks.prev), draft.markov.w2()
@@ -208,6 +218,7 @@ def training_loss_sums(
     rounded: Mapping[str, Array] | None = None,
     axes: tuple[str, ...] = (),
     sequence_axis: str | None = None,
+    rematerialise: bool = False,
 ) -> tuple[Float[Array, ""], Sums]:
     """Sanitize, draw anchors, make blocks, and take `loss_sums`: the function a training step differentiates.
 
@@ -227,6 +238,7 @@ def training_loss_sums(
         axes: see `loss_sums`.
         sequence_axis: the one of them over which the states of each row are split (`draft_jax.sequence`). Numerator
             and sums are then of this device's share of the anchors; what counts rows or tokens counts on one device.
+        rematerialise: see `loss_sums`.
 
     Returns:
         Numerator and sums, as `loss_sums`, with `nonfinite_context` and `nonfinite_last` filled in.
@@ -261,6 +273,7 @@ def training_loss_sums(
         rounded=rounded,
         axes=axes,
         sequence_axis=sequence_axis,
+        rematerialise=rematerialise,
     )
     sums |= {"nonfinite_context": clean.nonfinite_context, "nonfinite_last": clean.nonfinite_last}
     if sequence_axis is not None:

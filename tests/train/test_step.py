@@ -306,6 +306,19 @@ def test_norms_of_every_group_are_reported(draft):
     assert squares**0.5 == pytest.approx(float(metrics.values["grad_norm"]), rel=1e-5)
 
 
+def test_layers_computed_again_give_the_same_gradients(draft):
+    rows, state, results = rows_of(draft, [[24], [8]]), _initial(draft), []
+    for rematerialise in (False, True):
+        options = dataclasses.replace(options_of(draft), rematerialise=rematerialise)
+        accumulator = zero_accumulator(
+            state.params, place(state.params, MESH), zero_sums(draft.block_size), jnp.float32
+        )
+        arguments = state.params, head_of(draft), batch_of(rows), state.key, state.step, accumulator
+        results.append(jax.jit(make_accumulate(options, MESH))(*arguments))
+    assert_close(results[1].grads, results[0].grads)
+    assert_close(results[1].sums, results[0].sums)
+
+
 def test_padding_changes_nothing(draft):
     """Rows of padding behind the real ones, and rows that are wider: equal anchors, loss and gradients."""
     plain = sums_and_gradients(draft, rows_of(draft, [[24], [8]]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.shapes import Sizes
@@ -24,7 +25,7 @@ SIZES = Sizes(
 )
 
 
-def lowered(draft, rows, length, anchors, dtype=jnp.float32):
+def lowered(draft, rows, length, anchors, dtype=jnp.float32, **changes):
     """The programs of one device, never compiled; one chunk, because a loop's body is counted once."""
     optimizer = OptimizerConfig()
     options = StepOptions(
@@ -33,6 +34,7 @@ def lowered(draft, rows, length, anchors, dtype=jnp.float32):
         make_optimizer(optimizer),
         make_schedule(optimizer, 10),
         jnp.dtype(dtype),
+        **changes,
     )
     head = jax.ShapeDtypeStruct((draft.vocab_size, draft.hidden_size), dtype)
     mesh = make_mesh(jax.devices()[:1])
@@ -58,6 +60,49 @@ def test_operations_of_the_lowered_step(rows, length, anchors, changes, dtype):
     formula = step_flops(draft, Shape(rows, length, anchors, 4, "cpu"), context_keys=length)
     formula["attention"] *= (1 + 2) / (1 + 2.5)
     assert program.cost_analysis()["flops"] == pytest.approx(sum(formula.values()), rel=0.05)
+
+
+def test_operations_with_layers_computed_again():
+    draft = dataclasses.replace(SIZES, layers=4).draft()
+    kept, again = (
+        lowered(draft, 1, 256, 32, rematerialise=on)["accumulate"].cost_analysis()["flops"] for on in (False, True)
+    )
+    formula = step_flops(draft, Shape(1, 256, 32, 4, "cpu", rematerialise=True), context_keys=256)
+    formula["attention"] *= (1 + 3) / (1 + 3.5)
+    assert again == pytest.approx(sum(formula.values()), rel=0.05)
+    assert again > 1.1 * kept
+
+
+def test_a_gpu_gets_its_own_compiler_options(monkeypatch):
+    """By platform and program; options of a run win; on a CPU there are none."""
+    from train import step
+
+    given = {}
+
+    class Lowered:
+        def __init__(self, name):
+            self.name = name
+
+        def as_text(self):
+            return ""
+
+        def compile(self, options):
+            given[self.name] = options
+
+    names = ("start", "accumulate", "apply")
+    monkeypatch.setattr(step, "lower_programs", lambda *_, **__: ({name: Lowered(name) for name in names}, None))
+    device = type("Device", (), {"platform": "cpu"})()
+    mesh = type("Mesh", (), {"devices": np.array([device], dtype=object)})()
+    options = type("Options", (), {"compiler_options": {}})()
+    shape = {"rows": 1, "length": 8, "frozen": None, "hidden_dtype": None}
+    step.compile_programs(options, mesh, **shape)
+    assert given == {name: {} for name in names}
+    device.platform = "gpu"
+    step.compile_programs(options, mesh, **shape)
+    assert given == {"start": {}, "accumulate": {"xla_gpu_enable_triton_gemm": False}, "apply": {}}
+    options.compiler_options = {"xla_gpu_enable_triton_gemm": True}
+    step.compile_programs(options, mesh, **shape)
+    assert given["accumulate"] == {"xla_gpu_enable_triton_gemm": True}
 
 
 def test_the_count_would_notice():
