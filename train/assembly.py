@@ -23,9 +23,17 @@ from .distributed import World
 from .feeding import Feeder
 from .optimizer import make_optimizer, make_schedule
 from .plan import parameter_groups
-from .resolve import read_target_config, resolve_attention, resolve_draft, resolve_dtype, resolve_steps
+from .resolve import (
+    check_division,
+    placement_of,
+    read_target_config,
+    resolve_attention,
+    resolve_draft,
+    resolve_dtype,
+    resolve_steps,
+)
 from .resume import run_identity
-from .sharding import Placement, RowShare, head_sharding, make_mesh, row_share
+from .sharding import RowShare, head_sharding, make_mesh, row_share
 from .state import Params, TrainState, abstract_state, at_step, new_state
 from .step import Programs, StepOptions, compile_programs
 from .topology import Topology
@@ -79,7 +87,7 @@ def assemble(
     """
     world = world or World(Topology())
     platform, devices = runtime.start_jax(config, world)
-    _check_division(config, len(devices))
+    check_division(config, len(devices))
     _share(config, world)  # refuses a group of `seq` devices that begins inside a process
     target_config = world.attempt("reading the target's config", lambda: read_target_config(config.target))
     draft = world.attempt("resolving the draft", lambda: resolve_draft(config, target_config))
@@ -119,6 +127,7 @@ def assemble(
         dtype=jnp.dtype(dtype),
         attention=resolve_attention(train.attention, platform, devices[0].device_kind, dtype, draft.head_dim),
         placement=placement,
+        rematerialise=train.rematerialise,
     )
     programs = compile_programs(
         options,
@@ -172,36 +181,12 @@ def coupled(config: RunConfig) -> bool:
     return max(config.train.fsdp, config.train.seq) > 1 or config.objective.normalization == "micro_step"
 
 
-def placement_of(config: RunConfig) -> Placement:
-    """What of the state the run splits."""
-    train = config.train
-    mode = None if train.sharding == "auto" else train.sharding
-    return Placement(mode, split_accumulator=train.split_accumulator, split_head=train.split_head)
-
-
 def _share(config: RunConfig, world: World) -> RowShare:
     return row_share(world.rank, world.size, config.train.devices, config.train.seq)
 
 
 def _silent(*text: str, flush: bool = False) -> None:
     """Printing, on all processes but the first."""
-
-
-def _check_division(config: RunConfig, devices: int) -> None:
-    train = config.train
-    if devices % (train.fsdp * train.seq):
-        seq = f" times train.seq {train.seq}" if train.seq > 1 else ""
-        raise ConfigError(f"train.fsdp is {train.fsdp}{seq}; it must divide the {devices} devices of all processes")
-    if train.batch_rows % (devices // train.seq):
-        seq = f", divided by train.seq {train.seq}" if train.seq > 1 else ""
-        raise ConfigError(
-            f"train.batch_rows is {train.batch_rows}; make it a multiple of the {devices} devices of all processes{seq}"
-        )
-    if config.data.row_tokens % train.seq:
-        raise ConfigError(
-            f"train.seq is {train.seq}; it must divide the {config.data.row_tokens} tokens of a row (data.row_length,"
-            " data.max_length)"
-        )
 
 
 def _sample(weights: "torch.Tensor") -> str:

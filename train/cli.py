@@ -38,7 +38,8 @@ options:
   --resume MODE        never (default): a used run_dir is refused; auto: continue if there is a checkpoint; must: only
                        then; weights: only then, with new moments and a learning rate that rises anew
   --init-draft FOLDER  start from the weights of a draft (draft.init_draft)
-  --plan               print the resolved configuration, parameter counts, memory and operations; do not start
+  --plan[=PROCESSES]   print the resolved configuration, parameter counts, memory and operations of a run of so many
+                       processes (1), of train.devices devices each; do not start
   --debug              traceback on errors
   -h, --help           this text and every key
 
@@ -127,7 +128,7 @@ def train_main(argv: Sequence[str]) -> int:
         from .plan import format_plan, make_plan
 
         platform, _ = runtime.start_jax(config)
-        print(format_plan(config, make_plan(config, platform)))
+        print(format_plan(config, make_plan(config, platform, plan)))
         return 0
     from .launch import joined
 
@@ -138,17 +139,19 @@ def train_main(argv: Sequence[str]) -> int:
         return run(config, world=world).exit_code
 
 
-def parse_train(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], bool]:
-    """Split arguments into the config file, `(dotted key, value)` overrides and whether `--plan` was given."""
-    path, overrides, plan = None, [], False
+def parse_train(argv: Sequence[str]) -> tuple[str | None, list[tuple[str, str]], int]:
+    """Split arguments into the config file, `(dotted key, value)` overrides and the processes of `--plan` (0: none)."""
+    path, overrides, plan = None, [], 0
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--") or argument == "--":
             raise UsageError(f"unexpected argument {argument!r}; options start with --, see draft-jax train --help")
         name, has_value, value = argument[2:].partition("=")
-        if name == "plan" and not has_value:
-            plan = True
+        if name == "plan":
+            if has_value and not (value.isdecimal() and int(value)):
+                raise UsageError(f"--plan={value}: give the number of processes, or --plan alone for one")
+            plan = int(value) if has_value else 1
             continue
         if not has_value:
             if not rest or rest[0].startswith("--"):

@@ -11,6 +11,7 @@ from draft_jax.attention import choose_implementation
 from draft_jax.config import DraftConfig
 
 from .config import ConfigError, DraftSpec, RunConfig, TargetConfig, TrainConfig
+from .sharding import Placement
 
 #: DraftSpec field -> DraftConfig field, where they are called differently.
 _RENAMED = {"layers": "num_hidden_layers"}
@@ -170,3 +171,32 @@ def resolve_attention(name: str, platform: str, device_kind: str, dtype: str, he
         return choose_implementation(name, platform, device_kind, dtype, head_dim)
     except ValueError as error:
         raise ConfigError(f"train.attention is {name!r}; {error}") from error
+
+
+def placement_of(config: RunConfig) -> Placement:
+    """What of the state the run splits."""
+    train = config.train
+    mode = None if train.sharding == "auto" else train.sharding
+    return Placement(mode, split_accumulator=train.split_accumulator, split_head=train.split_head)
+
+
+def check_division(config: RunConfig, devices: int) -> None:
+    """Refuse a mesh or rows that do not divide over `devices`, those of all processes.
+
+    Raises:
+        ConfigError: names the key, its value and the remedy.
+    """
+    train = config.train
+    if devices % (train.fsdp * train.seq):
+        seq = f" times train.seq {train.seq}" if train.seq > 1 else ""
+        raise ConfigError(f"train.fsdp is {train.fsdp}{seq}; it must divide the {devices} devices of all processes")
+    if train.batch_rows % (devices // train.seq):
+        seq = f", divided by train.seq {train.seq}" if train.seq > 1 else ""
+        raise ConfigError(
+            f"train.batch_rows is {train.batch_rows}; make it a multiple of the {devices} devices of all processes{seq}"
+        )
+    if config.data.row_tokens % train.seq:
+        raise ConfigError(
+            f"train.seq is {train.seq}; it must divide the {config.data.row_tokens} tokens of a row (data.row_length,"
+            " data.max_length)"
+        )

@@ -182,6 +182,22 @@ def path_of(path: tuple[Any, ...]) -> str:
     return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
+def splits(path: str) -> bool:
+    """Whether the rule for a leaf splits it at all, where its size allows it; `layout_of` says how.
+
+    Raises:
+        ShardingError: no rule for that path.
+    """
+    return any(SPLIT in spec for spec in _rule(path))
+
+
+def _rule(path: str) -> tuple[P, ...]:
+    rule = next((specs for pattern, specs in RULES if re.search(rf"(^|/)({pattern})$", path)), None)
+    if rule is None:
+        raise ShardingError(f"no rule says where parameter {path} lives; add one to RULES in train/sharding.py")
+    return rule
+
+
 def layout_of(path: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: Mesh) -> P:
     """The layout of one leaf: the first of its rule's that the number of devices divides, else whole.
 
@@ -194,11 +210,7 @@ def layout_of(path: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: Me
     Raises:
         ShardingError: no rule for that path.
     """
-    rule = next((specs for pattern, specs in RULES if re.search(rf"(^|/)({pattern})$", path)), None)
-    if rule is None:
-        raise ShardingError(
-            f"no rule says where parameter {path} {list(shape)} lives; add one to RULES in train/sharding.py"
-        )
+    rule = _rule(path)
     parts = int(np.prod([mesh.shape[axis] for axis in axes]))
     if parts == 1:
         return P()
