@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 from .families import FAMILIES
 from .family_template import FamilyTemplate, family_of, misfit
 from .formats import Conversation
-from .templates import SHIPPED, ChatTemplate, RenderError, TemplateError, read_template, template_source
+from .templates import PROBE_CALL, SHIPPED, ChatTemplate, RenderError, TemplateError, read_template, template_source
 
 if TYPE_CHECKING:
     from .served import ServedText
 
-_CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "get_probe", "arguments": {"x": "y"}}}
 _TOOLS = [{"type": "function", "function": {"name": "get_probe", "description": "d", "parameters": {"type": "object"}}}]
 _PROBES: tuple[tuple[list[dict], list[dict] | None], ...] = (
     ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None),
@@ -36,7 +35,7 @@ _PROBES: tuple[tuple[list[dict], list[dict] | None], ...] = (
     (
         [
             {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
             {"role": "tool", "content": "t", "tool_call_id": "c"},
             {"role": "assistant", "content": "b"},
         ],
@@ -160,7 +159,7 @@ def _first_probe_difference(candidate: ChatTemplate, own: ChatTemplate) -> str |
                 expected = own.render(messages, tools, prompt=prompt).text
             except RenderError:
                 continue  # a strict template may refuse a probe; the rows themselves decide then
-            if tools and _CALL["function"]["name"] not in expected:
+            if tools and PROBE_CALL["function"]["name"] not in expected:
                 continue  # it takes tool calls and leaves them out: nothing to measure a candidate by
             try:
                 text = candidate.render(messages, tools, prompt=prompt).text

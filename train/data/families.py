@@ -25,6 +25,7 @@ class Family:
         continues: the model may write its own header again inside a turn.
         think: (opening, closing) texts the model writes around its reasoning; used where the template cannot render
             the reasoning of the answer that is being served. The one whose opening the prompt ends with is taken.
+        think_if_opened: take it only there; models of one family write it in several forms otherwise.
         stop, stop_after_calls: token to append where a conversation ends without the stop token the model wrote.
     """
 
@@ -37,6 +38,7 @@ class Family:
     reopens: str = ""
     continues: bool = False
     think: tuple[tuple[str, str], ...] = ()
+    think_if_opened: bool = False
     stop: str = ""
     stop_after_calls: str = ""
     #: Tokens a tokenizer must have for this family to be considered.
@@ -71,6 +73,8 @@ _ALL = (
         opens=r"<\|im_start\|>assistant\n",
         ends=("<|im_end|>",),
         closes=("<|im_start|>",),
+        think=(_THINK_LINES,),
+        think_if_opened=True,
         needs=("<|im_start|>", "<|im_end|>"),
     ),
     Family(

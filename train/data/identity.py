@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from .summary import DataError
 from .templates import TemplateError
 
 #: Raised whenever the same rows would give other ids or masks than before.
-RULES = 2
+RULES = 3
 # These change the order or the place of samples, never a sample; the template counts by its text.
 _NOT_PART = (
     "path", "shuffle", "seed", "packing", "row_length", "verify_template", "template", "markers", "min_retention",
@@ -69,8 +70,11 @@ def data_facts(config: DataConfig) -> list[Any]:
     """
     source = open_source(config.path)
     if source.root is None:
-        if "revision=" not in source.path:
-            raise DataError(f"data.path {source.path} may change at any time; add &revision=COMMIT to keep work by it")
+        if not re.search(r"[?&]revision=[0-9a-f]{40}(&|$)", source.path):
+            raise DataError(
+                f"data.path {source.path} may change at any time; add &revision=COMMIT, the 40 digits of a commit, to"
+                " keep work by it"
+            )
         return [source.path]
     return [[part, _file_sha256(source.root / part)] for part in source.parts]
 

@@ -125,15 +125,19 @@ class ServedTurns:
         if not rendered.spans:
             raise self._marked_nothing(conversation)
         start, end = rendered.spans[-1]
+        continued = text.startswith(prompt)
+        shared = len(prompt) if continued else _common_length(prompt, text)
+        if end <= shared:  # the span is an earlier turn's: this one's header has no marker
+            closed = self._stop_behind(text, len(prompt)) if continued else None
+            if closed is None:
+                _count(notes, UNMARKED)
+                return row(text, [])
+            start, end = len(prompt), closed
         inner, in_content = written_reasoning(message)
         reasoning = inner.strip()
         answer = message["content"].rpartition("</think>")[2] if in_content else message["content"]
         # an answer may repeat its reasoning word for word
         lost = bool(reasoning) and text[start:end].count(reasoning) <= answer.count(reasoning)
-        continued = text.startswith(prompt)
-        if continued and end <= len(prompt):
-            _count(notes, UNMARKED)
-            return row(text, [])
         if continued and start > len(prompt):
             raise self._contradiction(conversation, text, start, len(prompt))
 
@@ -164,6 +168,12 @@ class ServedTurns:
             text, end = text[:end] + stop, end + len(stop)
             _count(notes, STOP_APPENDED)
         return row(text, [(start, end)])
+
+    def _stop_behind(self, text: str, start: int) -> int | None:
+        """The end of the first stop token behind `start`; None if there is none, or the template has marks to go by."""
+        ends = self._template.family.ends if self._template.family else ()
+        found = [text.index(token, start) + len(token) for token in ends if token in text[start:]]
+        return min(found, default=None)
 
     def _header_end(self, prompt: str, text: str, start: int) -> int | None:
         """Where in the prompt the header of its last turn ends; None if that cannot be told.
@@ -201,8 +211,9 @@ class ServedTurns:
             return None
         for opening, closing in sorted(self._template.family.think, key=lambda form: form[0] != tail):
             known = closing.strip() in self._template.source
-            if not known or (not tail and opening.strip() in self._template.generation_prompt):
-                continue  # this template's model does not think, or not in this turn
+            guessed = self._template.family.think_if_opened and opening != tail
+            if not known or guessed or (not tail and opening.strip() in self._template.generation_prompt):
+                continue  # this template's model does not think, or not in this turn, or not in this form
             if in_content:
                 written = f"<think>{inner}</think>"
             else:
@@ -261,6 +272,11 @@ def written_reasoning(message: Message) -> tuple[str, bool]:
         return message["reasoning_content"], False
     before, tag, _ = message["content"].partition("</think>")
     return (before.rpartition("<think>")[2], True) if tag else ("", False)
+
+
+def _common_length(a: str, b: str) -> int:
+    """Characters that two texts have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _count(notes: dict[str, int], name: str, count: int = 1) -> None:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,11 @@ _PROBE = [{"role": "user", "content": "?"}]
 _READS_THINKING = re.compile(r"""message\.thinking|["']thinking["'] in message""")
 _READS_REASONING = re.compile(r"reasoning_content|message\.reasoning|" + _READS_THINKING.pattern)
 _LOOKS_FOR_TAGS = re.compile(r"""["']</think>["'] in|split\(["']</think>["']""")
-# Some render tool calls only beside a content that is null, as the OpenAI interface has it.
-_TESTS_NULL_CONTENT = re.compile(r"""content(?:["']\])? is (?:not )?none""")
+PROBE_CALL: dict[str, Any] = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "get_probe", "arguments": {"x": "y"}},
+}
 
 
 class TemplateError(DataError):
@@ -146,7 +150,6 @@ class ChatTemplate:
         self.reads_clock = "strftime_now" in source
         self._reads_thinking = _READS_THINKING.search(source) is not None
         self._reads_reasoning = _READS_REASONING.search(source) is not None
-        self._tests_null_content = _TESTS_NULL_CONTENT.search(source) is not None
         self._looks_for_tags = _LOOKS_FOR_TAGS.search(source) is not None
         self._generation_prompt: str | None = None
 
@@ -178,9 +181,30 @@ class ChatTemplate:
         for message in given:
             if self._reads_thinking and "reasoning_content" in message:
                 message["thinking"] = message.pop("reasoning_content")
-            if self._tests_null_content and message.get("tool_calls") and not message["content"]:
+            if message.get("tool_calls") and not message["content"] and self._wants_null_content:
                 message["content"] = None
         return given
+
+    @cached_property
+    def _wants_null_content(self) -> bool:
+        """Whether it renders tool calls only beside a content that is null, as the OpenAI interface has it.
+
+        Tried, not read off the source: others fail on null.
+        """
+
+        def renders_calls(content: str | None) -> bool:
+            turn: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [PROBE_CALL]}
+            try:
+                return PROBE_CALL["function"]["name"] in self._write([*_PROBE, turn], None, False)
+            except Exception:  # a template is a program of others
+                return False
+
+        return not renders_calls("") and renders_calls(None)
+
+    def _write(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping] | None, prompt: bool) -> str:
+        return self._template.render(
+            messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
+        )
 
     def render(
         self,
@@ -200,15 +224,10 @@ class ChatTemplate:
             RenderError: the template does not take it, or the text holds the characters the marks are made
                 of.
         """
+        given = self.messages_for(messages)
         self._environment.marks_written = 0
         try:
-            raw = self._template.render(
-                messages=self.messages_for(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self._variables,
-            )
+            raw = self._write(given, tools, prompt)
         except Exception as error:  # a template is a program of others: whatever it raises is its refusal
             raise RenderError(f"{type(error).__name__}: {error}") from error
         pieces, spans, start, length = [], [], None, 0

@@ -60,8 +60,8 @@ FAMILY = {
 }  # fmt: skip
 
 
-def byte_tokenizer(name: str) -> Any:
-    """A fast tokenizer with the special tokens and the unmarked template of one of SPECIAL_TOKENS."""
+def byte_tokenizer(name: str, template: str | None = None) -> Any:
+    """A fast tokenizer with the special tokens of one of SPECIAL_TOKENS, and its unmarked template or another."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -74,6 +74,8 @@ def byte_tokenizer(name: str) -> Any:
     tokens = SPECIAL_TOKENS[name]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=tokens[0])
-    source = shipped_source(name) if name in SHIPPED else (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+    source = template or (
+        shipped_source(name) if name in SHIPPED else (PUBLISHED / f"{name}.jinja").read_text(encoding="utf-8")
+    )
     tokenizer.chat_template = source.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
     return tokenizer

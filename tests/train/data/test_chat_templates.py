@@ -162,6 +162,32 @@ def test_qwen3_turn_between_tool_results_keeps_reasoning_only_if_it_has_some():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("condition", "content", "given"),
+    [
+        ("message.content is none", "", None),
+        ("message.content is not string", "", None),
+        # the name of another field ends in the same words; null would make the second test fail
+        ("message.reasoning_content is not none and '</think>' not in message.content", "", ""),
+        ("message.tool_calls", "", ""),
+        ("message.content is none", "text", "text"),
+        ("false", "", ""),
+    ],
+)
+def test_content_is_null_only_where_tool_calls_need_it(condition, content, given):
+    """Found by trying: null beside a call makes some templates fail and others leave the call out if it is missing."""
+    template = ChatTemplate(
+        "calls",
+        "{% for message in messages %}{% if message.tool_calls and (" + condition + ") %}"
+        "{% for call in message.tool_calls %}{{ call.function.name }}{% endfor %}{% endif %}{% endfor %}",
+    )
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+    message = {"role": "assistant", "content": content, "tool_calls": [call]}
+    assert template.messages_for([message])[0]["content"] == given
+    plain = {"role": "assistant", "content": ""}
+    assert template.messages_for([plain]) == [plain]
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_marks_mean_the_same_to_transformers(name):
     """Spans are where Transformers' own tracker puts them, so the files also serve other trainers."""

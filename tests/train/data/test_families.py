@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.train.data.family_tokenizers import FAMILY, SPECIAL_TOKENS, byte_tokenizer
+from tests.train.data.own_templates import own_template
 from train.data.agreement import Agreement, choose_template, template_variables
 from train.data.encoding import Encoded, Encoder
 from train.data.families import FAMILIES, turn_spans
@@ -19,7 +20,12 @@ from train.data.files import Place
 from train.data.formats import RowRefused, parse_row
 from train.data.templates import TemplateError
 
-tokenizer_of = functools.cache(byte_tokenizer)
+
+@functools.cache
+def tokenizer_of(name: str):
+    """Of a family; NAME@own has the model's own template instead of the one written here, if that is at hand."""
+    base, _, own = name.partition("@")
+    return byte_tokenizer(base, own_template(base) if own else None)
 
 
 @functools.cache
@@ -179,8 +185,9 @@ EXPECTED = [
     ("llama3", None, SYSTEM_LATER, [["A1<|eot_id|>", "A2<|eot_id|>"]]),
     ("llama3", None, {**ONE_CALL, "messages": [{**m, "reasoning_content": None} for m in ONE_CALL["messages"]]},
      [['{"name": "look_up", "parameters": {"x": "v0"}}<|eot_id|>', "A<|eot_id|>"]]),
-    ("llama-4", None, TWO_CALLS, [['{"name": "look_up", "parameters": {"x": "v0"}}{"name": "look_up", "parameters": '
-                                   '{"x": "v1"}}<|eot|>', "A<|eot|>"]]),
+    ("llama-4", None, TWO_CALLS, [
+        ['<|python_start|><|python_end|>{"name": "look_up", "parameters": {"x": "v0"}}'
+         '{"name": "look_up", "parameters": {"x": "v1"}}<|eot|>', "A<|eot|>"]]),
     ("gemma3", None, {"messages": [user("Q1"), answer("\n\nA1"), user("Q2"), answer("A2")]},
      [["A1<end_of_turn>", "A2<end_of_turn>"]]),
     ("smollm2", None, SYSTEM_LATER, [["A1<|im_end|>", "A2<|im_end|>"]]),
@@ -236,6 +243,53 @@ def test_an_answer_that_repeats_its_reasoning():
     assert supervised("deepseek-v3.1", row, True) == [["yes</think>yes" + EOS]]
     assert supervised("glm-5.3", row) == [["yes</think>yes<|user|>"]]
     assert encode("smollm2", row)[0].notes == {"assistant turns whose reasoning the template leaves out": 1}
+
+
+# Behind a tool result the model goes on with no header of its own, and no special token tells where the result ends.
+NO_HEADER = """{{- bos_token -}}
+{%- for m in messages -%}
+    {%- if m.role == 'user' -%}{{- '<｜User｜>' ~ m.content -}}
+    {%- elif m.role == 'tool' -%}{{- '\n<results>' ~ m.content ~ '</results>\n' -}}
+    {%- else -%}
+        {{- '<｜Assistant｜>' if loop.previtem.role == 'user' -}}
+        {{- OPENED ~ m.content -}}
+        {%- for call in m.tool_calls or [] -%}{{- '[' ~ call.function.name ~ ']' -}}{%- endfor -%}
+        {{- '<｜end▁of▁sentence｜>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<｜Assistant｜>' if messages[-1].role == 'user' -}}{{- '<think></think>' -}}
+{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    ("opened", "expected", "notes"),
+    [
+        ("'<think></think>'", [["[look_up]" + EOS, "A" + EOS]], set()),
+        # rendered, the answer stands behind another text than the prompt: nothing tells where it begins
+        ("'</think>'", [["[look_up]" + EOS], []], {"assistant turns the template does not mark"}),
+    ],
+)
+def test_a_turn_without_a_header_is_never_taken_for_the_one_before(opened, expected, notes):
+    tokenizer = byte_tokenizer("deepseek-v3.1", NO_HEADER.replace("OPENED", opened))
+    template = choose_template("own", tokenizer)
+    (rows,) = Encoder(template, tokenizer, 1000, None).encode([conversation({"messages": ONE_CALL["messages"]})])
+    assert [spans("deepseek-v3.1", row) for row in rows] == expected
+    assert {note for row in rows[1:] for note in row.notes} == notes
+
+
+def test_reasoning_behind_a_block_that_the_prompt_opens():
+    """A ChatML model that always thinks, whose template leaves reasoning out of history: QwQ."""
+    source = """{%- for m in messages -%}
+    {{- '<|im_start|>' ~ m.role ~ '\n' ~ m.content.split('</think>')[-1] ~ '<|im_end|>\n' -}}
+    {%- endfor -%}{{- '<|im_start|>assistant\n<think>\n' if add_generation_prompt -}}"""
+    tokenizer = byte_tokenizer("qwen3", source)
+    encoder = Encoder(choose_template("own", tokenizer), tokenizer, 1000, None)
+    (rows,) = encoder.encode([conversation(TWO_TURNS)])
+    assert [spans("qwen3", row) for row in rows] == [
+        ["R1\n</think>\n\nA1<|im_end|>"],
+        ["R2\n</think>\n\nA2<|im_end|>"],
+    ]
 
 
 def test_a_family_that_does_not_fit_is_refused():
@@ -364,8 +418,12 @@ def conversations(draw, tools: bool):
 @given(data=st.data())
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_turn_is_supervised_once_behind_the_prompt_of_its_server(name, thinking, data):
+    check_turns(name, thinking, data.draw(conversations(tools=name not in ("smollm2", "gemma3", "deepseek-r1"))))
+
+
+def check_turns(name, thinking, row):
     """Prompts come from Transformers' own `apply_chat_template`."""
-    row = data.draw(conversations(tools=name not in ("smollm2", "gemma3", "deepseek-r1")))
+    base = name.partition("@")[0]
     tokenizer = tokenizer_of(name)
     rows = encode(name, row, thinking)
     messages = choose_template("own", tokenizer).messages_for(conversation(row).messages)
@@ -383,12 +441,12 @@ def test_every_turn_is_supervised_once_behind_the_prompt_of_its_server(name, thi
         prompt = tokenizer.apply_chat_template(
             messages[:end], tools=row["tools"], add_generation_prompt=True, return_dict=True, **switch
         )["input_ids"]
-        if name == "gpt-oss":
+        if base == "gpt-oss":
             continue  # its prompt holds today's date
         ids, mask = encoded.input_ids.tolist(), encoded.loss_mask.tolist()
         if any("do not continue" in note for note in encoded.notes):
             # models that always think, in a row without reasoning; or one that was told not to, in a row with some
-            assert name in ("deepseek-v3.1", "deepseek-r1", "minimax-m2") or (name, thinking) == ("gemma-4", None)
+            assert base in ("deepseek-v3.1", "deepseek-r1", "minimax-m2") or (base, thinking) == ("gemma-4", None)
             continue
         assert ids[: len(prompt)] == prompt
         behind = mask[len(prompt) :]
