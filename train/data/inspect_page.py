@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from .inspect_text import describe, verdict
+from .inspect_text import describe, verdict, visible
 from .inspection import RecordView, ServedTurn, TokenView
 
 #: Tokens of a row that are shown; the account tells all of them.
@@ -97,7 +97,7 @@ def _record(record: RecordView) -> list[str]:
     place = html.escape(record.place)
     parts = [f'<h2 id="{place}">{place}</h2>']
     if record.refused:
-        return [*parts, f'<p class="box">Refused: {html.escape(record.refused)}</p>']
+        return [*parts, f'<p class="box">Refused: {html.escape(visible(record.refused))}</p>']
     for sample in record.samples:
         parts.append(f'<p class="soft">{html.escape(describe(sample))}</p>')
         more = len(sample.tokens) - SHOWN_TOKENS
@@ -108,7 +108,7 @@ def _record(record: RecordView) -> list[str]:
 
 
 def _token(token: TokenView) -> str:
-    text = html.escape(token.text).replace("\n", "<u>⏎</u>\n")
+    text = html.escape(visible(token.text)).replace("\n", "<u>⏎</u>\n")
     if token.special:
         text = f"<i>{text}</i>"
     tag = "b" if token.supervised else "span"
@@ -120,7 +120,7 @@ def _turn(turn: ServedTurn, rows: int) -> str:
     summary = f'<span class="bad">{words}</span>' if turn.row is None else words
     if not turn.prompt:
         return f'<p class="soft">{summary}</p>'
-    sent = html.escape(turn.prompt).replace("\n", "<u>⏎</u>\n")
+    sent = html.escape(visible(turn.prompt)).replace("\n", "<u>⏎</u>\n")
     return (
         f'<details class="soft"><summary>{summary}. A server sends {turn.prompt_tokens:,} tokens</summary>'
         f'<div class="row">{sent}</div></details>'

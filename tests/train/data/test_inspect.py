@@ -1,5 +1,6 @@
 """`draft-jax inspect`: what is shown is what is trained on, and a mismatch with serving does not stay hidden."""
 
+import dataclasses
 import html
 import json
 import re
@@ -11,7 +12,7 @@ from train.data.config import DataConfig
 from train.data.files import Place
 from train.data.inspect_page import page
 from train.data.inspect_text import record_text
-from train.data.inspection import Inspector, choose, token_views
+from train.data.inspection import Inspector, TokenView, choose, token_views
 from train.data.pipeline import load_dataset
 
 CHAT = {
@@ -137,6 +138,23 @@ def test_text_of_the_data_cannot_become_markup(look):
     assert "<img" not in shown
     assert html.escape("<img src=x>") in shown
     assert "http" not in shown  # self-contained: nothing is fetched
+
+
+def test_control_characters_are_shown_not_obeyed(look):
+    """A carriage return or an escape sequence in the data moves no cursor and colours no terminal."""
+    record = look(CHAT)
+    token = TokenView("a\r\x1b[31m\x00\tb\n\x7f", (3,), True, False)
+    turn = dataclasses.replace(record.served[0], prompt="c\x1bd")
+    sample = dataclasses.replace(record.samples[0], id="e\x1bf", tokens=[token])
+    record = dataclasses.replace(record, samples=[sample], served=[turn])
+    for shown in (page([record], []), record_text(record, colour=False)):
+        assert not set(shown) & {"\r", "\x00", "\x1b", "\x7f"}
+        assert "a␍␛[31m␀\tb" in shown
+        assert "e␛f" in shown
+    assert "c␛d" in page([record], [])
+    refused = dataclasses.replace(record, samples=[], refused="no \x1b")
+    assert "no ␛" in page([refused], [])
+    assert "no ␛" in record_text(refused, colour=True)
 
 
 def test_the_choice_is_even_and_in_order():
