@@ -108,7 +108,8 @@ def parse_row(
             f"it has {', '.join(sorted(row)) or 'no keys'}",
         )
     identity = row.get("id")
-    name = str(identity) if isinstance(identity, str | int) and not isinstance(identity, bool) else str(place)
+    named = isinstance(identity, str | int) and not isinstance(identity, bool) and identity != ""
+    name = str(identity) if named else str(place)
     if found == "tokens":
         return _token_row(row, name, place, vocab_size)
     if found == "text":
@@ -191,8 +192,10 @@ def _message(raw: Any) -> Message:
     role = (_SHAREGPT_ROLES if sharegpt else _ROLES).get(name) if isinstance(name, str) else None
     if role is None:
         raise RowRefused("unknown role", repr(name))
-    if raw.get("weight") == 0:
+    if raw.get("weight") == 0 or raw.get("train") is False:
         raise RowRefused("message with weight 0", "leaving single turns out of the loss is not supported")
+    if raw.get("function_call") is not None:
+        raise RowRefused("malformed tool call", "function_call is the old form; give tool_calls")
     message: Message = {"role": role}
     calls = _tool_calls(raw.get("tool_calls"), role)
     content = _joined_parts(raw.get("value" if sharegpt else "content"), role)

@@ -13,6 +13,9 @@ HUB = "hf://"
 #: One record: the bytes of a JSON object, or a row of a column store.
 Record = bytes | Mapping[str, Any]
 _HUB_OPTIONS = ("split", "name", "revision")
+_WITHOUT_NETWORK = (
+    "fetch it where there is one (hf download {name} --repo-type dataset --local-dir FOLDER) and give data.path=FOLDER"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,11 @@ def open_source(path: str) -> Source:
     return Source(str(path), files.names, files.ignored, files.root)
 
 
-def _parquet_records(root: Path, name: str, batch_rows: int = 1024) -> Iterator[tuple[Place, Record]]:
+#: Rows of a Parquet file read at a time: so many, or as many as hold so many bytes.
+_BATCH_ROWS, _BATCH_BYTES = 1024, 2**23
+
+
+def _parquet_records(root: Path, name: str) -> Iterator[tuple[Place, Record]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -73,7 +80,9 @@ def _parquet_records(root: Path, name: str, batch_rows: int = 1024) -> Iterator[
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(root / name) as file:
-            for batch in file.iter_batches(batch_rows):
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            longest = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0.0)
+            for batch in file.iter_batches(max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / max(1.0, longest))))):
                 for row in batch.to_pylist():
                     number += 1
                     yield Place(name, number), row
@@ -101,12 +110,23 @@ def _hub_records(path: str) -> Iterator[tuple[Place, Record]]:
     except ImportError as error:
         raise DataError(f"data.path {path} needs the datasets library: pip install 'draft-jax[data]'") from error
     number = 0
+    arguments = _hub_arguments(path)
+    split, revision = arguments.pop("split"), arguments.get("revision")
     try:
-        for number, row in enumerate(datasets.load_dataset(streaming=True, **_hub_arguments(path)), start=1):
+        builder = datasets.load_dataset_builder(**arguments)
+        # Without network the library takes the newest copy of its cache, whatever revision was asked for.
+        if revision and "packaged_modules.cache" in type(builder).__module__ and builder.hash != revision:
+            raise DataError(
+                f"data.path {path}: the hub cannot be reached, and the cached copy is of revision {builder.hash}; ask"
+                f" for that one, or {_WITHOUT_NETWORK.format(name=arguments['path'])}"
+            )
+        for number, row in enumerate(builder.as_streaming_dataset(split=split), start=1):
             yield Place(path.partition("?")[0], number), row
     except DataError:
         raise
     except Exception as error:  # the library raises errors of many kinds, its own and those of what it reads with
+        unreachable = isinstance(error, ConnectionError | FileNotFoundError)
+        remedy = f". Without network {_WITHOUT_NETWORK.format(name=arguments['path'])}" if unreachable else ""
         raise DataError(
-            f"data.path {path} cannot be read past row {number}: {type(error).__name__}: {error}"
+            f"data.path {path} cannot be read past row {number}: {type(error).__name__}: {error}{remedy}"
         ) from error

@@ -56,6 +56,8 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": ["a"]}, ANSWER]}, "content has a part that is not text"),
     ({"messages": [USER, {**ANSWER, "reasoning_content": 1}]}, "content is not text"),
     ({"messages": [USER, {**ANSWER, "weight": 0}]}, "message with weight 0"),
+    ({"messages": [USER, {**ANSWER, "train": False}]}, "message with weight 0"),
+    ({"messages": [USER, {**ANSWER, "function_call": {"name": "f", "arguments": "{}"}}]}, "malformed tool call"),
     ({"messages": [USER, {**ANSWER, "tool_calls": {"name": "f"}}]}, "malformed tool call"),
     ({"messages": [USER, {**ANSWER, "tool_calls": ["f"]}]}, "malformed tool call"),
     (
@@ -129,6 +131,7 @@ def test_sharegpt_rows():
     row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": " "}
     assert parse(row).messages == [USER, ANSWER]
     assert parse(row).id == "rows.jsonl:3"
+    assert [parse({**row, "id": name}).id for name in ("", None, True, 0, "a")] == [*["rows.jsonl:3"] * 3, "0", "a"]
     assert parse({"conversations": [USER, ANSWER], "system": "s"}).messages[0] == {
         "role": "system",
         "content": "s",

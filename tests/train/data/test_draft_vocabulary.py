@@ -61,9 +61,11 @@ def test_t19_keys(config, toy_tokenizer, make_toy_tokenizer, toy_template, tmp_p
 def test_keys_without_tokenizer_or_revision(write_rows):
     path = write_rows([{"input_ids": [1, 2], "loss_mask": [1, 1]}])
     assert dataset_key(DataConfig(path), None, 31) == dataset_key(DataConfig(path), None, 31)
-    with pytest.raises(DataError, match="add &revision=COMMIT"):
-        dataset_key(DataConfig("hf://owner/name?split=train"), None, 31)
-    assert dataset_key(DataConfig("hf://owner/name?revision=abc"), None, 31)
+    for path in ("hf://owner/name?split=train", "hf://owner/name?revision=main", "hf://owner/name?revision=abc"):
+        with pytest.raises(DataError, match="add &revision=COMMIT"):
+            dataset_key(DataConfig(path), None, 31)
+    keys = {dataset_key(DataConfig(f"hf://owner/name?revision={digit * 40}&split=x"), None, 31) for digit in "ab"}
+    assert len(keys) == 2
 
 
 def test_kept_tables(tmp_path):

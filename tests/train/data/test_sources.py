@@ -98,6 +98,45 @@ def test_datasets_library_streams(tmp_path):
         parsed(f"hf://{tmp_path / 'set'}?split=absent")
 
 
+OFFLINE = """
+import json, shutil, sys
+from pathlib import Path
+import datasets
+from train.data.sources import open_source
+home, rows = map(Path, sys.argv[1:])
+# What the library keeps of a hub dataset that it read before, made from a file.
+datasets.load_dataset("parquet", data_files=str(rows), split="train")
+(made,) = (path.parent for path in home.glob("datasets/parquet/default-*/0.0.0/*/dataset_info.json"))
+kept = home / "datasets/owner___chats/default/0.0.0" / ("a" * 40)
+shutil.copytree(made, kept)
+(kept / "parquet-train.arrow").rename(kept / "chats-train.arrow")
+info = json.loads((kept / "dataset_info.json").read_text())
+(kept / "dataset_info.json").write_text(json.dumps({**info, "dataset_name": "chats"}))
+for path in ("owner/chats", f"owner/chats?revision={'a' * 40}", f"owner/chats?revision={'b' * 40}", "owner/unknown"):
+    try:
+        print("READ", sum(1 for _ in open_source("hf://" + path).records()))
+    except ValueError as error:
+        print("ERROR", error)
+"""
+
+
+def test_hub_datasets_without_network(tmp_path):
+    """The library's cache is read, but never another revision than the one that was asked for."""
+    pytest.importorskip("datasets")
+    write_parquet(tmp_path / "rows.parquet", ROWS)
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, str(tmp_path / "home"), str(tmp_path / "rows.parquet")],
+        cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True, check=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    cached, same, other, unknown = [line for line in done.stdout.splitlines() if line.startswith(("READ", "ERROR"))]
+    assert cached == same == f"READ {len(ROWS)}"
+    assert f"the cached copy is of revision {'a' * 40}" in other
+    assert "Couldn't reach 'owner/unknown'" in unknown
+    for refusal in (other, unknown):
+        assert "hf download owner/" in refusal
+
+
 @pytest.mark.parametrize("path", ["hf://", "hf://a/b?splt=train", "hf://a/b?split="])
 def test_hub_names_that_cannot_be_meant(path):
     with pytest.raises(DataError, match=r"names no dataset|splt; options are split, name, revision|an option is empty"):
