@@ -16,6 +16,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from draft_jax.residuals import DtypeOf
+
 
 @jax.custom_vjp
 def weight_product(
@@ -47,7 +49,7 @@ def _row_major(rows: Float[Array, "rows features"]) -> Float[Array, "rows featur
 
 
 def _product_forward(x: Array, kernel: Array, rounded: Array) -> tuple[Array, tuple]:
-    return weight_product(x, kernel, rounded), (x, rounded, jnp.zeros((0,), kernel.dtype))
+    return weight_product(x, kernel, rounded), (x, rounded, DtypeOf(kernel.dtype))
 
 
 def _product_backward(residual: tuple, gradient: Array) -> tuple[Array, Array, None]:

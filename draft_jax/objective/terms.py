@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 from draft_jax.objective.config import target_sizes_for
 from draft_jax.objective.row_plan import plan_rows
 from draft_jax.objective.row_terms import Softmax, row_distances, row_gradient, softmax_of
+from draft_jax.residuals import DtypeOf
 
 
 class VocabTerms(NamedTuple):
@@ -157,7 +158,7 @@ def _sweep(spec: _Spec, rows: _Rows, with_gradient: bool) -> tuple[VocabTerms, t
             (bias,) = _apart(_logits(zc, w2))
             logits += bias
         branches = [functools.partial(against_target, size) for size in spec.target_sizes]
-        branch = (plan.positions[i] > jnp.asarray(spec.target_sizes[:-1])).sum()
+        branch = sum((plan.positions[i] > size).astype(jnp.int32) for size in spec.target_sizes[:-1])
         ce, l1, *rest = lax.switch(
             branch, branches, vocabulary(logits), plan.distinct[i], cut(plan.rank, start), label, weight
         )
@@ -212,8 +213,7 @@ def _vocab_terms(spec: _Spec, rows: _Rows) -> VocabTerms:
 
 def _forward(spec: _Spec, rows: _Rows) -> tuple[VocabTerms, tuple]:
     terms, gradient = _sweep(spec, rows, with_gradient=bool(spec.ce_alpha or spec.l1_alpha))
-    empty = [None if x is None else jnp.zeros((0,), x.dtype) for x in (rows.hidden, rows.z, rows.w2)]
-    return terms, (gradient, empty)  # the empty arrays only carry the dtypes
+    return terms, (gradient, [None if x is None else DtypeOf(x.dtype) for x in (rows.hidden, rows.z, rows.w2)])
 
 
 def _backward(spec: _Spec, residual: tuple, cotangent: VocabTerms) -> tuple[_Rows]:
