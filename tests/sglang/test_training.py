@@ -8,6 +8,7 @@ import pytest
 
 from tests.places import ROOT, small_target
 from tests.sglang.models import save_model
+from tests.train.processes import run_processes
 from train.config_file import build
 from train.loop import run
 
@@ -82,6 +83,22 @@ def test_a_run_over_the_engine_equals_one_over_transformers(tiny, tmp_path):
     over_sglang = losses(tiny, tmp_path / "sglang", bridge="sglang", sglang={"page_size": 16})
     assert len(over_hf) == 6
     np.testing.assert_allclose(over_sglang, over_hf, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_one_target_over_two_ranks_trains_as_one(tiny, tmp_path):
+    """tp = 2: each rank has half of the rows, and the curve is that of one process at the same global batch."""
+    alone = losses(tiny, tmp_path / "alone", bridge="sglang")
+    shared = {**tiny["target"], "bridge": "sglang", "sglang": {"tp_size": 2}}
+    config = tmp_path / "shared.yaml"
+    config.write_text(json.dumps({**tiny, "target": shared, "run_dir": str(tmp_path / "shared")}))
+    code = f"import sys; from train.cli import main; sys.exit(main(['train', '--config', {str(config)!r}]))"
+    quick = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    for ended in run_processes(code, 2, limit=600, extra=quick):
+        assert ended.code == 0, ended.output[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "shared" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == len(alone) == 6
+    np.testing.assert_allclose([line["loss"] for line in lines], alone, rtol=0, atol=1e-4)
 
 
 def test_random_weights_from_the_config_alone(tiny, tmp_path):
