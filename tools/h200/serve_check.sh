@@ -5,12 +5,10 @@
 #   serve_check.sh warm        compiles FlashInfer's kernels (in the background: `setsid ... warm &` while other parts travel)
 #   serve_check.sh target      SmolLM2 from the two GGUF parts (.carry/a, .carry/b)
 #   serve_check.sh draft       the public draft from .carry/draft, rewritten in the serving layout
-#   serve_check.sh smoke       Engine with that draft, temperature 0 and 1; fills the kernel caches
 #   serve_check.sh check NAME DRAFT LIMIT    offline evaluation, then serve-check; result in $OUT/NAME.json
 #   serve_check.sh train       a draft of ours on 15,013 conversations, TRAIN_STEPS steps (default: what TRAIN_SECONDS hold at STEP_MS
-#                              each behind 70 s of starting), BRIDGE (sglang), stopped and saved after TRAIN_SECONDS (500);
+#                              each behind 90 s of starting), BRIDGE (sglang), stopped and saved after TRAIN_SECONDS (500);
 #                              its export is $W/run/export: then `check ours /tmp/serve/run/export 200`
-#   serve_check.sh all         draft, smoke beside the offline evaluations, check of 64, then of 200 prompts
 # Every step prints one JSON line {"step", "s", ...} as soon as it is done. tools/h200/bridge.sh runs what it can side by side.
 # A dry run on a CPU: DEVICE=cpu ATTENTION=torch_native BUNDLE=/nowhere EXTRA_PATH=tests/sglang/standin ... serve_check.sh train
 set -euo pipefail
@@ -31,7 +29,7 @@ mkdir -p $W/stubs; export LIBRARY_PATH=$W/stubs${LIBRARY_PATH:+:$LIBRARY_PATH}
 for f in /usr/local/nvidia/lib64/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.so.1 $CUDA_HOME/compat/libcuda.so.1; do
   [ ! -e $f ] || [ -e $W/stubs/libcuda.so ] || ln -s $f $W/stubs/libcuda.so
 done
-# flags for server and smoke: the bundle leaves FlashAttention-3 out, and 0.5.16's Triton backend is wrong for a draft
+# flags for the server: the bundle leaves FlashAttention-3 out, and 0.5.16's Triton backend is wrong for a draft
 # (docs/serving.md): Triton for the target, FlashInfer for the draft; a third of the GPU
 SERVER=(--server-pythonpath $B/transformers --server-pythonpath $B/rest --attention-backend triton --server-memory "${SERVER_MEMORY:-0.3}"
         --draft-attention-backend "${DRAFT_BACKEND:-flashinfer}"
@@ -64,10 +62,9 @@ warm() { # in SGLang's own environment
     cat $W/warm.json; rm -rf $B/rest/flashinfer/data/aot  # what was compiled elsewhere does not load: compile here
     PYTHONPATH=$path python3 tools/h200/warm_flashinfer.py > $W/warm.json 2> $W/warm.log || true
   fi
-  cat $W/warm.json; tail -2 $W/warm.log; touch $W/warmed
+  cat $W/warm.json; tail -2 $W/warm.log
   step warm
 }
-warmed() { while [ ! -e $W/warmed ] && [ $SECONDS -lt 240 ]; do sleep 1; done; cat $W/warm.json; }
 target() {
   for f in $CARRY/a/part_aa $CARRY/b/part_ab $CARRY/b/train.jsonl.gz /tmp/part_aa /tmp/part_ab /tmp/train.jsonl.gz; do
     if [ -f $f ] && [ ! -e $W/${f##*/} ]; then cp $f $W/; fi
@@ -93,7 +90,6 @@ draft() {
     --target "$TARGET" --output $W/deepspec > $W/export.log
   step draft "\"checks\": $(grep -c '^ *ok' $W/export.log || echo 0)"
 }
-smoke() { python3 tools/h200/serve_smoke.py "$TARGET" $W/deepspec "${SERVER[@]}" --output $W/smoke 2> >(tee $W/smoke.log >&2) | tee "$OUT/smoke.json"; step smoke; }
 offline() { # NAME DRAFT LIMIT TEMPERATURE
   python3 -m train.cli eval --draft "$2" --target "$TARGET" --prompts $W/data/held_out.jsonl --limit "$3" --no-plain \
     --dtype bfloat16 --temperature "$4" --device "$DEVICE" --memory-fraction 0.05 --output "$W/$1_t$4.json" ${EVAL_ARGS:-} > "$W/$1_t$4.log" 2>&1 || { tail -5 "$W/$1_t$4.log"; return 1; }
@@ -112,7 +108,7 @@ both() { offline "$1" "$2" "$3" 0 & local first=$!; offline "$1" "$2" "$3" 1; wa
 check() { both "$1" "$2" "$3"; served "$1" "$2" "$3"; }
 train() {
   local engine=() code=0 path=$PYTHONPATH seconds=${TRAIN_SECONDS:-500} steps
-  steps=${TRAIN_STEPS:-$(((seconds - 70) * 1000 / ${STEP_MS:-80}))}
+  steps=${TRAIN_STEPS:-$(((seconds - 90) * 1000 / ${STEP_MS:-80}))}
   if [ "${BRIDGE:-sglang}" = sglang ]; then
     # 0.6: weights and KV pool are small, and other processes may be taking memory meanwhile
     engine=(--target.sglang.attention_backend="$ATTENTION" --target.sglang.mem_fraction_static=0.6); path=$B/transformers:$B/rest:$PYTHONPATH
@@ -139,15 +135,5 @@ P
     || tail -5 $W/export_run.log
   step export "\"complete\": $([ -s $W/run/export/model.safetensors ] && echo true || echo false)"
   [ -s $W/run/export/model.safetensors ]
-}
-all() {
-  draft
-  [ -e $W/warmed ] || { [ -e $W/warm.log ] && warmed || warm; }
-  smoke &
-  offline ds64 $W/deepspec 64 0 & offline ds64 $W/deepspec 64 1 &
-  wait
-  served ds64 $W/deepspec 64 || true
-  check ds200 $W/deepspec 200 || true
-  step total
 }
 "$@"
