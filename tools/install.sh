@@ -12,8 +12,7 @@ cd "$(dirname "$0")/.."
     echo "draft-jax needs Python 3.11 or newer; $python is $("$python" -V 2>&1). Set PYTHON=/path/to/python3.11" >&2
     exit 1
 }
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+. tools/pip.sh
 
 if nvidia-smi -L >/dev/null 2>&1; then
     extras="$extras,cuda13"
@@ -29,6 +28,6 @@ elif ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     esac
 fi
 echo "Installing torch into $venv"
-pip install --quiet -c constraints.txt torch
+pip_install -c constraints.txt torch
 echo "Installing draft-jax[$extras] into $venv"
-pip install --quiet -c constraints.txt -e ".[$extras]"
+install_project "$extras" -c constraints.txt

@@ -11,12 +11,11 @@ pins=tools/sglang_cpu/$version.txt
     echo "SGLang $version: no such list as $pins; known: $(cd tools/sglang_cpu && echo 0*.txt)" >&2
     exit 1
 }
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+. tools/pip.sh
 
 echo "Installing SGLang $version for the CPU into $venv"
 # torch first and alone: which build pip picks depends on the machine (tools/install.sh).
-pip install --quiet -c "$pins" torch
-pip install --quiet -c "$pins" torch -r tools/sglang_cpu/requirements.txt -e ".[dev]"
+pip_install -c "$pins" torch
+install_project dev -c "$pins" torch -r tools/sglang_cpu/requirements.txt
 # Without dependencies: SGLang pins another torch and asks for CUDA kernels, and so do these two.
-pip install --quiet --no-deps -c "$pins" "sglang==$version" torchvision xgrammar
+pip_install --no-deps -c "$pins" "sglang==$version" torchvision xgrammar
