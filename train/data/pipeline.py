@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,7 +19,8 @@ from .summary import DataError, Summary
 
 __all__ = ["HostBatch", "PreparedData", "RowDocument", "RowIterator", "Sample", "load_dataset", "stream_samples"]
 
-CHUNK_ROWS = 256  # records read at a time
+CHUNK_ROWS = 256  # records read at a time,
+CHUNK_BYTES = 2**23  # or fewer, if they are this long together: memory is bounded by bytes, whatever the rows
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,33 @@ def is_sampled(record: Record, share: float, seed: int) -> bool:
 
 
 def chunks_of(
-    records: Iterator[tuple[Place, Record] | None], size: int = CHUNK_ROWS
+    records: Iterator[tuple[Place, Record] | None], size: int = CHUNK_ROWS, most_bytes: int = CHUNK_BYTES
 ) -> Iterator[tuple[list[tuple[Place, Record]], int]]:
-    """Runs of `size` records: those that take part, and how many do not."""
-    while batch := list(islice(records, size)):
-        chosen = [item for item in batch if item is not None]
-        yield chosen, len(batch) - len(chosen)
+    """Runs of `size` records, or of fewer that hold `most_bytes`: those that take part, and how many do not."""
+    chosen: list[tuple[Place, Record]] = []
+    left_out = held = 0
+    for item in records:
+        if item is None:
+            left_out += 1
+        else:
+            chosen.append(item)
+            held += _bytes_of(item[1])
+        if len(chosen) + left_out == size or held >= most_bytes:
+            yield chosen, left_out
+            chosen, left_out, held = [], 0, 0
+    if chosen or left_out:
+        yield chosen, left_out
+
+
+def _bytes_of(value: Any) -> int:
+    """About how much a record holds."""
+    if isinstance(value, bytes | str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_bytes_of, value.values()))
+    if isinstance(value, list):
+        return 8 * len(value) if value and isinstance(value[0], int) else sum(map(_bytes_of, value))
+    return 8
 
 
 def stream_samples(config: DataConfig, tokenizer: Any, vocab_size: int, summary: Summary) -> Iterator[Sample]:

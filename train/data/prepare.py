@@ -20,8 +20,10 @@ from .workers import read_chunks
 
 PROGRESS = "progress.json"
 _LOCK = ".lock"
-#: Chunks of a shard. What is read behind the last whole shard is read again after an interruption.
-SHARD_CHUNKS = 32
+#: A shard is closed when so many records were read for it, or when it holds so many tokens (40 MiB), so that long rows
+#: take no more memory than short ones. What is read behind the last whole shard is read again after an interruption.
+SHARD_RECORDS = 8192
+SHARD_TOKENS = 2**23
 
 #: Called with the account so far and the records read since the last call.
 Report = Callable[[Summary, int], None]
@@ -113,16 +115,18 @@ class _Work:
         records = read_records(self._config, Summary() if self._state["records"] else self._summary)
         chunks = chunks_of(islice(records, self._state["records"], None))
         kept: list[PlacedSample] = []
-        read, in_shard = 0, 0
+        read, tokens = 0, 0
         for chunk, left_out, size in read_chunks(self._arguments, chunks, workers):
             self._summary.not_sampled += left_out
-            kept += self._collector.add(chunk)
-            read, in_shard = read + size, in_shard + 1
+            added = list(self._collector.add(chunk))
+            kept += added
+            read += size
+            tokens += sum(len(item.judged.sample.input_ids) for item in added)
             report(self._summary, size)
-            if in_shard == SHARD_CHUNKS:
+            if read >= SHARD_RECORDS or tokens >= SHARD_TOKENS:
                 self._close_shard(kept, read)
-                kept, read, in_shard = [], 0, 0
-        if in_shard:
+                kept, read, tokens = [], 0, 0
+        if read:
             self._close_shard(kept, read)
 
     def _close_shard(self, kept: Sequence[PlacedSample], read: int) -> None:

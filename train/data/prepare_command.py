@@ -58,5 +58,8 @@ def _known_rows(config: DataConfig) -> int | None:
         return config.limit
     import pyarrow.parquet
 
-    rows = sum(pyarrow.parquet.read_metadata(Path(source.root) / name).num_rows for name in source.parts)
+    try:
+        rows = sum(pyarrow.parquet.read_metadata(Path(source.root) / name).num_rows for name in source.parts)
+    except (pyarrow.ArrowException, OSError):
+        return config.limit  # a broken file is named by who reads it
     return rows if config.limit is None else min(rows, config.limit)

@@ -58,7 +58,7 @@ class PreparedSamples(Sequence[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         for shard in range(len(self._names)):
-            rows = self._shard(shard)
+            rows = self._map(shard)  # one at a time: who goes through all of them comes back to none
             for row in range(len(rows)):
                 yield rows.sample(row)
 

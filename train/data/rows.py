@@ -166,7 +166,8 @@ class RowIterator(Iterator[HostBatch]):
                 "longer or data.max_length smaller"
             )
         self._samples = samples
-        self._rows: Sequence[Sequence[int]] = packed or [(i,) for i in range(len(samples))]
+        self._packed = packed or None
+        self._row_count = len(packed or samples)
         self._batch_rows = batch_rows
         self._own_rows = batch_rows // share[1]
         self._first_row = share[0] * self._own_rows
@@ -181,7 +182,7 @@ class RowIterator(Iterator[HostBatch]):
             "shuffle": shuffle,
             "packing": None if packed is None else _digest(packed),
         }
-        order = grain.MapDataset.range(len(self._rows)).seed(seed)
+        order = grain.MapDataset.range(self._row_count).seed(seed)
         if shuffle:
             order = order.shuffle()
         # Indexed by the batch's number, so the state is that number and nothing else.
@@ -193,12 +194,12 @@ class RowIterator(Iterator[HostBatch]):
     @property
     def steps_per_epoch(self) -> int:
         """Batches that it takes to visit every row once, the last one perhaps not full."""
-        return -(-len(self._rows) // self._batch_rows)
+        return -(-self._row_count // self._batch_rows)
 
     @property
     def rows_per_epoch(self) -> int:
         """Rows that hold every sample once."""
-        return len(self._rows)
+        return self._row_count
 
     @property
     def total_steps(self) -> int | None:
@@ -209,8 +210,8 @@ class RowIterator(Iterator[HostBatch]):
         if self._total is not None and self._next >= self._total:
             raise StopIteration
         dealt = self._batches[self._next][self._first_row : self._first_row + self._own_rows]
-        rows = [[self._samples[i] for i in self._rows[row]] for row in dealt]
-        epoch = self._next * self._batch_rows // len(self._rows)
+        rows = [[self._samples[i] for i in (self._packed[row] if self._packed else (row,))] for row in dealt]
+        epoch = self._next * self._batch_rows // self._row_count
         self._next += 1
         return fill_rows(rows, self._own_rows, self._length, epoch)
 

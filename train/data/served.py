@@ -128,11 +128,11 @@ class ServedTurns:
         continued = text.startswith(prompt)
         shared = len(prompt) if continued else _common_length(prompt, text)
         if end <= shared:  # the span is an earlier turn's: this one's header has no marker
-            closed = self._stop_behind(text, len(prompt)) if continued else None
-            if closed is None:
+            stop_end = self._stop_behind(text, len(prompt)) if continued else None
+            if stop_end is None:
                 _count(notes, UNMARKED)
                 return row(text, [])
-            start, end = len(prompt), closed
+            start, end = len(prompt), stop_end
         inner, in_content = written_reasoning(message)
         reasoning = inner.strip()
         answer = message["content"].rpartition("</think>")[2] if in_content else message["content"]

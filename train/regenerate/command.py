@@ -126,9 +126,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if stopped:
         _say(f"stopped by {signal.Signals(stopped[0]).name}; go on with --resume")
         return 128 + stopped[0]
+    if not account.read:
+        raise ValueError(f"--input {config.input} holds no rows")
     failed = account.number("error")
     share = failed / max(1, failed + account.answered)
-    return 1 if share > config.max_error_share or not account.answered else 0
+    if not account.answered:
+        _say("no row is answered: see above")
+    elif share > config.max_error_share:
+        _say(f"{100 * share:.1f} % of the rows failed, more than --max-error-share ({config.max_error_share:g})")
+    else:
+        return 0
+    return 1
 
 
 def regenerate_config(args: argparse.Namespace) -> RegenerateConfig:

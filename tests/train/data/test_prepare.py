@@ -17,7 +17,7 @@ from train.data import prepare as module
 from train.data.config import DataConfig
 from train.data.pipeline import load_dataset
 from train.data.prepare import prepare
-from train.data.prepared import PreparedSamples, find_prepared, is_prepared
+from train.data.prepared import PreparedSamples, find_prepared, is_prepared, open_prepared
 from train.data.rows import RowIterator, fingerprint
 from train.data.seen import SeenHashes
 from train.data.summary import DataError, Summary
@@ -54,7 +54,7 @@ def config(write_rows, toy_template_file, tmp_path):
 @pytest.fixture
 def small_shards(monkeypatch):
     """A shard for every four rows, so that few rows make many."""
-    monkeypatch.setattr(module, "SHARD_CHUNKS", 1)
+    monkeypatch.setattr(module, "SHARD_RECORDS", 1)
     original = module.chunks_of
     monkeypatch.setattr(module, "chunks_of", lambda records: original(records, 4))
 
@@ -132,7 +132,7 @@ import os, sys
 from pathlib import Path
 import train.data.prepare as module
 from train.data.config import DataConfig
-module.SHARD_CHUNKS = 1
+module.SHARD_RECORDS = 1
 chunks_of = module.chunks_of
 module.chunks_of = lambda records: chunks_of(records, 4)
 close = module._Work._close_shard
@@ -290,6 +290,40 @@ def test_a_sample_is_chosen_by_content(write_rows, tmp_path):
     assert chosen(one) != chosen(one, sample_seed=1)
     larger = {s.id for s in load_dataset(DataConfig(one, sample_share=0.6, prepared="nowhere"), None, 31).samples}
     assert chosen(one) < larger
+
+
+def test_chunks_and_shards_are_bounded_by_what_they_hold(config, toy_tokenizer, monkeypatch):
+    """Long rows make small chunks and shards; the samples are the same."""
+    records = [(None, b"x" * size) for size in (3, 3, 3, 20, 1, 1, 1, 1, 1)]
+    chunks = [([len(record) for _, record in chosen], out) for chosen, out in module.chunks_of(iter(records), 4, 9)]
+    assert chunks == [([3, 3, 3], 0), ([20], 0), ([1, 1, 1, 1], 0), ([1], 0)]
+    sampled = [None, records[0], None, None, None, {"a": "xxxx", "b": ["xxx", {"c": "xx"}]}, None]
+    sampled[5] = (None, sampled[5])
+    assert [(len(chosen), out) for chosen, out in module.chunks_of(iter(sampled), 4, 9)] == [(1, 3), (1, 1), (0, 1)]
+
+    given = config(prepared="nowhere")
+    monkeypatch.setattr(module, "SHARD_TOKENS", 100)
+    original = module.chunks_of
+    monkeypatch.setattr(module, "chunks_of", lambda rows: original(rows, 256, 400))
+    folder, _ = prepare(given, toy_tokenizer, 31, folder=Path(given.path).parent / "small", workers=0)
+    sizes = [sum(len(s.input_ids) for s in PreparedSamples(folder, [(shard["name"], shard["samples"])]))
+             for shard in json.loads((folder / "prepared.json").read_text())["shards"]]  # fmt: skip
+    assert len(sizes) > 5
+    assert all(100 <= size < 200 for size in sizes[:-1])  # a chunk of 400 bytes has some 60 tokens
+    assert_same_samples(load_dataset(DataConfig(str(folder), template=given.template, min_loss_tokens=3),
+                                     toy_tokenizer, 31).samples, plain(given, toy_tokenizer).samples)  # fmt: skip
+
+
+def test_going_through_all_samples_maps_one_shard_at_a_time(config, toy_tokenizer, small_shards, monkeypatch):
+    folder, _ = prepare(config(), toy_tokenizer, 31, workers=0)
+    samples, _ = open_prepared(folder)
+    mapped = set()
+    for sample in samples:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        mapped.add(sum(str(folder) in line for line in lines))
+        del sample
+    assert max(mapped) <= 2  # the next one is mapped before the last one goes
+    assert len(list(folder.glob("*.arrow"))) == 15
 
 
 MEASURE = """

@@ -276,6 +276,15 @@ def test_rows_that_are_no_conversation_and_ids_that_repeat_are_counted(call):
     assert len(server.asked) == 1
 
 
+def test_an_input_without_rows_or_without_answers_says_so(call):
+    with FakeServer() as server, pytest.raises(ValueError, match=r"--input .*rows\.jsonl holds no rows"):
+        call([], [server])
+    with FakeServer() as server:
+        done = call([{"text": "plain"}], [server], "--resume")
+    assert (done.code, len(done.rows)) == (1, 0)
+    assert "no row is answered" in done.err
+
+
 def test_ids_by_place_keep_rows_whose_ids_repeat(call):
     with FakeServer() as server:
         done = call([conversation(0), conversation(0)], [server], "--ids", "place")
