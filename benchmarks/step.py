@@ -2,7 +2,9 @@
 
     python -m benchmarks.step --shape qwen3-8b --length 4096 2048 1024
 
-Prints one JSON line per length. Needs jax, flax, optax, numpy and jaxtyping only.
+Prints one JSON line per length and number of anchors. `accumulate_ms` and `apply_ms` wait for the device after each
+call; `window_ms` is a micro-step among many enqueued back to back, as a window of the training loop enqueues them.
+Needs jax, flax, optax, numpy and jaxtyping only.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--fast-compile", action="store_true", help="compile quickly, run perhaps slower")
     parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options to try")
+    parser.add_argument("--rematerialise", action="store_true", help="layers computed again, as train.rematerialise")
+    parser.add_argument("--compile-only", action="store_true", help="fill JAX_COMPILATION_CACHE_DIR, measure nothing")
     parser.add_argument("--profile", help="folder for a trace of two micro-steps of each length")
     return parser.parse_args()
 
@@ -92,6 +96,7 @@ def measure_step(
         return metrics
 
     times = {"accumulate": measure.median_ms(accumulate, repeats=repeats)}
+    times["window"] = measure.pipelined_ms(accumulate, few=2, many=2 + repeats, repeats=3)
     if profile:
         with jax.profiler.trace(profile):
             accumulate()
@@ -113,23 +118,32 @@ def main() -> None:
     compiler_options = {name: _value(text) for name, text in (option.split("=", 1) for option in given.xla)}
     optimizer_config = OptimizerConfig()
     optimizer = make_optimizer(optimizer_config)
-    head = 0.02 * jax.random.normal(jax.random.key(0), (draft.vocab_size, draft.hidden_size), dtype)
-    frozen = jax.device_put(FrozenHead(head, head), replicated(mesh))
-    state = new_state(draft, optimizer, 0, mesh)
-    rate = measure.product_rate(dtype)
+    shape_of_head = jax.ShapeDtypeStruct((draft.vocab_size, draft.hidden_size), dtype)
+    frozen, state, rate = FrozenHead(shape_of_head, shape_of_head), None, 0.0
+    if not given.compile_only:
+        head = 0.02 * jax.random.normal(jax.random.key(0), shape_of_head.shape, dtype)
+        frozen = jax.device_put(FrozenHead(head, head), replicated(mesh))
+        state = new_state(draft, optimizer, 0, mesh)
+        rate = measure.product_rate(dtype)
     for length in given.length:
         for anchors in given.anchors:
             objective = ObjectiveConfig(num_anchors=anchors, chunk_rows=given.chunk_rows)
             schedule = make_schedule(optimizer_config, 1000)
-            options = StepOptions(draft, objective, optimizer, schedule, dtype, attention, compiler_options)
+            options = StepOptions(
+                draft, objective, optimizer, schedule, dtype, attention, compiler_options,
+                rematerialise=given.rematerialise,
+            )  # fmt: skip
             programs = compile_programs(
                 options, mesh, rows=given.rows, length=length, frozen=frozen, hidden_dtype=dtype
             )
+            if state is None:
+                continue
             batch = random_batch(programs.batch, draft.vocab_size)
             state, times = measure_step(programs, state, frozen, batch, given.repeats, given.profile)
             shape = Shape(
-                given.rows // given.devices, length, anchors, dtype.itemsize, jax.default_backend(), given.chunk_rows
-            )
+                given.rows // given.devices, length, anchors, dtype.itemsize, jax.default_backend(), given.chunk_rows,
+                given.rematerialise,
+            )  # fmt: skip
             flops = sum(step_flops(draft, shape).values())
             seconds = times["accumulate"] / 1e3
             result = {
@@ -139,9 +153,11 @@ def main() -> None:
                 "anchors": anchors,
                 "rows": given.rows,
                 "xla": given.xla,
+                "rematerialise": given.rematerialise,
                 "attention": attention,
                 "dtype": given.dtype,
                 "accumulate_ms": 1e3 * seconds,
+                "window_ms": times["window"],
                 "apply_ms": times["apply"],
                 "tflop": flops / 1e12,
                 "tflop_per_s": flops / seconds / 1e12,
