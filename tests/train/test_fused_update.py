@@ -1,4 +1,4 @@
-"""The one-kernel optimizer step, run by Pallas' interpreter, against optax's own chain and against XLA's form."""
+"""The one-kernel optimizer step against optax's own chain and against XLA's form: on a CPU by Pallas' interpreter."""
 
 import os
 import subprocess
@@ -20,6 +20,7 @@ from train.sharding import make_mesh
 
 SHAPE = (3, fused.BLOCK)
 MESH = make_mesh(jax.devices()[:1])
+INTERPRET = jax.default_backend() != "gpu"
 
 
 def leaves(seed):
@@ -40,13 +41,14 @@ def run():
         return vars(
             fused.fused_update(
                 make_optimizer(OptimizerConfig(weight_decay=0.1)), step, *arrays,
-                sharding=NamedSharding(MESH, P()), rounded=jnp.bfloat16, empty=True, interpret=True,
+                sharding=NamedSharding(MESH, P()), rounded=jnp.bfloat16, empty=True, interpret=INTERPRET,
             )
         )  # fmt: skip
 
     return call
 
 
+@pytest.mark.gpu_too
 def test_equals_the_chain_of_optax(run):
     """Clip, Adam, decay and rate of optax, over six steps that feed on each other; every second gradient is clipped."""
     config = OptimizerConfig(weight_decay=0.1, max_grad_norm=20.0)
@@ -72,6 +74,7 @@ def test_equals_the_chain_of_optax(run):
     assert clipped == 3
 
 
+@pytest.mark.gpu_too
 def test_equals_the_form_for_other_devices(run):
     step, arrays = step_of(), [jnp.asarray(x) for x in leaves(1)]
     plain = vars(fused.plain_update(make_optimizer(OptimizerConfig(weight_decay=0.1)), step, *arrays))
@@ -85,6 +88,7 @@ def test_equals_the_form_for_other_devices(run):
     assert not np.any(new["emptied"])
 
 
+@pytest.mark.gpu_too
 def test_a_step_that_is_not_usable_changes_no_bit(run):
     param, mu, nu, gradient = leaves(2)
     param[0, :4] = -0.0
@@ -96,12 +100,13 @@ def test_a_step_that_is_not_usable_changes_no_bit(run):
     assert not np.any(new["emptied"])
 
 
+@pytest.mark.gpu_too
 def test_only_what_was_asked_for_is_written():
     arrays = [jnp.asarray(x) for x in leaves(3)]
     for rounded, empty in ((None, False), (None, True), (jnp.bfloat16, False)):
         new = fused.fused_update(
             make_optimizer(OptimizerConfig()), step_of(), *arrays,
-            sharding=NamedSharding(MESH, P()), rounded=rounded, empty=empty, interpret=True,
+            sharding=NamedSharding(MESH, P()), rounded=rounded, empty=empty, interpret=INTERPRET,
         )  # fmt: skip
         assert (new.rounded is None) == (rounded is None)
         assert (new.emptied is None) == (not empty)
