@@ -15,6 +15,8 @@ from .served import ServedText, ServedTurns
 from .summary import DataError
 from .templates import ChatTemplate, RenderError, TemplateError
 
+#: Most characters of a row: a tokenizer takes some 240 bytes for each, whatever is cut off afterwards.
+LONGEST_TEXT = 2**21
 MARKERS_IN_TEXT = "rows with special tokens inside a user, system or tool message"
 
 
@@ -47,6 +49,7 @@ class Encoder:
         *,
         history: str = "fan_out",
         marker_text: str = "as_served",
+        longest_text: int = LONGEST_TEXT,
     ):
         """Checks that the two can work together.
 
@@ -56,6 +59,7 @@ class Encoder:
             vocab_size: of the target; a row with an id at or above it is refused.
             agreement: the check against the tokenizer's own template; None = not checked.
             history, marker_text: see DataConfig.
+            longest_text: characters; a row with more is refused.
 
         Raises:
             DataError: the tokenizer is not a fast one.
@@ -70,6 +74,7 @@ class Encoder:
         self._vocab_size = vocab_size
         self._agreement = agreement
         self._marker_text = marker_text
+        self._longest_text = longest_text
         self._turns = ServedTurns(template, history)
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         # a newline may be a special token of a small vocabulary; markers are what nobody writes by accident
@@ -120,6 +125,7 @@ class Encoder:
         """
         rows = self._turns.rows(conversation)
         for row in rows:
+            _require_length(row.text, self._longest_text)
             try:
                 row.text.encode("utf-8")
             except UnicodeEncodeError as error:
@@ -177,7 +183,9 @@ class Encoder:
         return Encoded(token_ids, mask, notes, None if item.turn == last else item.turn)
 
 
-def encode_plain_texts(tokenizer: Any, rows: Sequence[PlainText], vocab_size: int) -> list[list[Encoded] | RowRefused]:
+def encode_plain_texts(
+    tokenizer: Any, rows: Sequence[PlainText], vocab_size: int, longest_text: int = LONGEST_TEXT
+) -> list[list[Encoded] | RowRefused]:
     """Encodes rows of plain text, as a completion server does: with the special tokens the tokenizer adds, which are
     nothing to learn; every other token is supervised.
 
@@ -186,9 +194,11 @@ def encode_plain_texts(tokenizer: Any, rows: Sequence[PlainText], vocab_size: in
     """
     require_offsets(tokenizer)
     results: list[list[Encoded] | RowRefused] = []
-    for ids, offsets in tokens_and_offsets(tokenizer, [row.text for row in rows], add_special_tokens=True):
+    texts = [row.text if len(row.text) <= longest_text else "" for row in rows]
+    for row, (ids, offsets) in zip(rows, tokens_and_offsets(tokenizer, texts, add_special_tokens=True)):
         mask = (offsets[:, 1] > offsets[:, 0]).astype(np.int8)
         try:
+            _require_length(row.text, longest_text)
             if not mask.any():
                 raise RowRefused("text is empty")
             check_ids(min(ids), max(ids), vocab_size)
@@ -197,6 +207,11 @@ def encode_plain_texts(tokenizer: Any, rows: Sequence[PlainText], vocab_size: in
         else:
             results.append([Encoded(np.asarray(ids, np.int32), mask, {"rows of plain text, all supervised": 1})])
     return results
+
+
+def _require_length(text: str, longest: int) -> None:
+    if len(text) > longest:
+        raise RowRefused("text is too long", f"{len(text):,} characters, a row may have {longest:,}")
 
 
 def require_offsets(tokenizer: Any) -> None:

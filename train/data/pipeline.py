@@ -20,7 +20,7 @@ from .summary import DataError, Summary
 __all__ = ["HostBatch", "PreparedData", "RowDocument", "RowIterator", "Sample", "load_dataset", "stream_samples"]
 
 CHUNK_ROWS = 256  # records read at a time,
-CHUNK_BYTES = 2**23  # or fewer, if they are this long together: memory is bounded by bytes, whatever the rows
+CHUNK_BYTES = 2**20  # or fewer, if they are this long together: memory is bounded by bytes, whatever the rows
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ _HINTS = (
     ("malformed tool call", "see the forms of calls that are read in docs/data.md"),
     ("special tokens inside", "data.marker_text: as_served keeps such rows, as a server tokenises them"),
     ("the tokenizer splits", "the template belongs to another tokenizer; look at target.path and data.template"),
+    ("text is too long", "all but its beginning would be cut off anyway; split such rows"),
     ("id beyond the vocabulary", "the ids were made with another tokenizer; look at target.path"),
     ("unknown role", "roles that are read are listed in docs/data.md; rename the others"),
 )

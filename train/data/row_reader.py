@@ -10,7 +10,7 @@ from typing import Any
 
 from .agreement import Agreement, choose_template, template_variables
 from .config import DataConfig
-from .encoding import Encoded, Encoder, encode_plain_texts
+from .encoding import LONGEST_TEXT, Encoded, Encoder, encode_plain_texts
 from .files import Place
 from .formats import Conversation, PlainText, RowRefused, TokenRow, parse_row
 from .sources import Record
@@ -47,6 +47,7 @@ class RowReader:
         self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._longest_text = max(LONGEST_TEXT, 64 * config.max_length)
         self._encoder: Encoder | None = None
         self._agreement: Agreement | None = None
         self._template_name = ""
@@ -77,7 +78,9 @@ class RowReader:
         if (chats or texts) and self._tokenizer is None:
             raise DataError("the data holds text, but there is no tokenizer to make ids of it")
         encoded_chats = iter(self._get_encoder().encode(chats) if chats else ())
-        encoded_texts = iter(encode_plain_texts(self._tokenizer, texts, self._vocab_size) if texts else ())
+        encoded_texts = iter(
+            encode_plain_texts(self._tokenizer, texts, self._vocab_size, self._longest_text) if texts else ()
+        )
         results = []
         for (place, _), row in zip(records, parsed):
             result: list[Encoded] | RowRefused
@@ -113,6 +116,7 @@ class RowReader:
                 self._agreement,
                 history=config.history,
                 marker_text=config.marker_text,
+                longest_text=self._longest_text,
             )
         return self._encoder
 

@@ -12,6 +12,7 @@ import draccus
 import numpy as np
 import pytest
 
+from train.data import row_reader
 from train.data.config import DataConfig
 from train.data.pipeline import load_dataset
 from train.data.samples import make_sample
@@ -128,6 +129,18 @@ def test_account(load, write_rows, capsys):
     record = json.loads(json.dumps(summary.to_json()))
     assert record["refused"]["unknown role"] == {"count": 2, "example": "rows.jsonl:5, 'boss'"}
     assert (record["kept"], record["rows"]) == (4, 9)
+
+
+def test_a_text_that_would_fill_the_memory_is_refused(load, write_rows, monkeypatch):
+    """All but its beginning would be cut off; tokenising it whole takes hundreds of bytes a character."""
+    monkeypatch.setattr(row_reader, "LONGEST_TEXT", 100)
+    endless = "a " * 450
+    long = {"messages": [{"role": "user", "content": endless}, {"role": "assistant", "content": "a b"}]}
+    data = load(write_rows([T01, long, {"text": endless}, {"text": "a b c"}]), max_length=14, min_retention=0.0)
+    assert data.summary.refused["text is too long"].count == 2
+    assert data.summary.refused["text is too long"].example.endswith("characters, a row may have 896")
+    assert data.summary.kept == 2
+    assert load(write_rows([T01, long]), max_length=20).summary.samples == 2
 
 
 def test_ids_that_the_tokenizer_makes_are_checked_too(load, write_rows):
