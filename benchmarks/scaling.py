@@ -103,7 +103,8 @@ def sent_bytes(program: str, devices: int) -> float:
         devices: n.
     """
     total = 0.0
-    # Of a pair that starts and ends, the end has the plain result.
+    # Of a pair that starts and ends, the end has the plain result. Long tuples hold comments.
+    program = re.sub(r"/\*.*?\*/", "", program)
     found = re.findall(r" = ([^=]*?) (all-reduce|all-gather|reduce-scatter|all-to-all)(?:-done)?\(", program)
     for result, kind in found:
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", re.sub(r"\{[^{}]*\}", "", result))

@@ -298,7 +298,8 @@ class Placed:
         if axes and not done:
             total = jax.lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
             done = axes
-        return jax.lax.psum(total, tuple(axis for axis in AXES if axis not in done))
+        rest = tuple(axis for axis in AXES if axis not in done and self.mesh.shape[axis] > 1)
+        return jax.lax.psum(total, rest) if rest else total
 
 
 def reduce_partials(partials: Any, placed: Any) -> Any:

@@ -228,6 +228,9 @@ def make_apply(
 
         named = {path_name(path): leaf.rounded for path, leaf in jax.tree_util.tree_leaves_with_path(updated)}
         copies = {name: empty.rounded[name] if named[name] is None else named[name] for name in empty.rounded}
+        # Rounded where the parameter lives, then gathered: the other way round twice the bytes would travel.
+        lives = {path_name(path): at.param_sharding for path, at in jax.tree_util.tree_leaves_with_path(placed)}
+        copies = {name: jax.lax.with_sharding_constraint(copy, lives[name]) for name, copy in copies.items()}
         empty = dataclasses.replace(empty, grads=jax.tree.map(emptied, updated, accumulator.grads), rounded=copies)
         return new_state, empty, StepMetrics(sums, values)
 

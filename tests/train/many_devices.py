@@ -76,10 +76,8 @@ LAYOUTS = {
     "8 moments": Layout(8, placement=MOMENTS),
     "8 full": Layout(8, fsdp=4),
     "8 seq": Layout(8, seq=2),
-    "4 moments": Layout(4, placement=MOMENTS),
     "4 full seq": Layout(4, fsdp=2, seq=2),
     "2 full": Layout(2, fsdp=2, placement=OPTIONS),
-    "2 seq": Layout(2, seq=2),
 }
 
 
@@ -288,13 +286,18 @@ def same_bits(ours: list[np.ndarray], theirs: list[np.ndarray]) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
 
 
-def processes(folder: Path, sources: list[str], rank: int, size: int, devices: list[Any]) -> dict[str, Any]:
+def processes(folder: Path, sources: list[str], world: Any, devices: list[Any]) -> dict[str, Any]:
     """Curves of the modes on several processes, and for each the step after a checkpoint of one process."""
+    layouts = several(world.size)
+    # The first one compiles and writes the cache, the others read it: as many programs as with one process.
+    if world.is_first:
+        runs = compiled(layouts, devices, world.rank, world.size)
+    world.barrier("compiled")
+    if not world.is_first:
+        runs = compiled(layouts, devices, world.rank, world.size)
     found: dict[str, Any] = {"curves": {}, "resumed": {}}
     stored = {source: Checkpoints(folder / source, CheckpointConfig()) for source in sources}
-    for name, layout in several(size).items():
-        run = Run(layout, devices, rank, size)
-        run.compile()
+    for name, run in runs.items():
         found["curves"][name] = run.curve()
         for source in sources:
             run.restore(stored[source])
@@ -319,7 +322,7 @@ def main() -> None:
         return
     world = World(topology)
     start_jax(topology)
-    found = processes(folder, sources, world.rank, world.size, check_devices(world, 1))
+    found = processes(folder, sources, world, check_devices(world, 1))
     print("RESULT", json.dumps(found), flush=True)
     world.close()
     stop_jax(topology)
