@@ -1,6 +1,6 @@
 """Peak memory of `draft-jax prepare` against the number of rows.
 
-    python -m benchmarks.prepare_memory TARGET_FOLDER CONVERSATIONS.jsonl.gz --times 1 20 [--same] [-- KEYS OF THE RUN]
+    python -m benchmarks.prepare_memory TARGET_FOLDER CONVERSATIONS.jsonl.gz --times 1 20 [--same] [--KEY=VALUE of the run]
 
 The conversations are repeated `--times` times in one file, each copy's questions with a number of their own in front,
 so that no row equals another one (`--same` repeats them as they are). What is measured is the whole process tree, ten
@@ -76,15 +76,14 @@ def main() -> None:
     parser.add_argument("--times", type=int, nargs="+", default=[1, 20])
     parser.add_argument("--same", action="store_true", help="repeat the rows unchanged")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("options", nargs="*", help="further keys of the run, behind --")
-    args = parser.parse_args()
+    args, keys = parser.parse_known_args()
     for times in args.times:
         with tempfile.TemporaryDirectory() as folder:
             rows = repeat_rows(args.conversations, Path(folder) / "rows.jsonl.gz", times, args.same)
             command = [
                 sys.executable, "-m", "train.cli", "prepare", f"--target.path={args.target}",
                 f"--data.path={folder}/rows.jsonl.gz", f"--output={folder}/prepared", f"--workers={args.workers}",
-                "--logging.progress=false", *args.options,
+                "--logging.progress=false", *keys,
             ]  # fmt: skip
             begin = time.perf_counter()
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
