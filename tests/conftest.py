@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU and DRAFT_JAX_TEST_GPU=1"))
+
+
+@pytest.fixture(scope="session")
+def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JAX's cache of programs for one worker's tests."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def quick_compilation(compiled_programs: Path) -> Iterator[None]:
+    """Most of a test of a tiny draft is compilation: less optimised, and each program only once for all modules that
+    use this and the processes they start.
+
+    Not for what is about the compiled program itself (memory, kernels, operations), nor for the loss row by row
+    (test_terms.py), attention and the run that ends in an export: those are compiled as they are in use.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options: dict[str, object] = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": str(compiled_programs),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in options}
+
+    def apply(values: dict[str, object]) -> None:
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    apply(options)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setenv(name.upper(), str(value))
+        yield
+    apply(before)

@@ -14,6 +14,7 @@ from draft_jax.models.dspark import bind
 from .drafts import blocks_at, frozen_head, random_batch, random_params, tiny_config
 
 K, V = 4, 31
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIGS = {
     "vanilla": tiny_config(),
     "gated": tiny_config(markov_head_type="gated"),

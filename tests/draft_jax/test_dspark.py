@@ -13,6 +13,7 @@ from draft_jax.models.dspark import abstract_params, bind, init_params, path_nam
 
 from .drafts import blocks_at, frozen_head, random_batch, random_params, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = tiny_config()
 FROZEN = frozen_head(CONFIG)
 

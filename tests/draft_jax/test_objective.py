@@ -16,6 +16,7 @@ from draft_jax.objective.metrics import finalize, zero_sums
 from .compare import assert_close
 from .drafts import frozen_head, random_batch, random_params, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 KEY = jax.random.key(980406)
 # Tests share objects and shapes so that they share compiled programs: a compilation costs more than its test.
 OBJECTIVE = ObjectiveConfig(num_anchors=9, chunk_rows=11)

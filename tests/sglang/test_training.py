@@ -14,28 +14,7 @@ from train.loop import run
 
 CONVERSATIONS = ROOT / "train" / "data" / "quickstart" / "conversations.jsonl.gz"
 DRAFT = {"layers": 1, "block_size": 3, "mask_token_id": 5, "markov_rank": 4, "intermediate_size": 48}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation(tmp_path_factory):
-    """Most of a short run is compilation: less optimised, and each program only once for all runs of this module."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    options = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def write_tokens(path: Path, vocab: int, rows: int = 10, longest: int = 40) -> Path:

@@ -174,30 +174,6 @@ def start_cli():
         process.communicate()
 
 
-@pytest.fixture(scope="module")
-def quick_compilation(tmp_path_factory):
-    """Most of a tiny run is compilation: less optimised, and each program only once for all tests of a module."""
-    import jax
-    from jax.experimental.compilation_cache import compilation_cache
-
-    options = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in options}
-
-    def apply(values):
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-
-    apply(options)
-    yield
-    apply(before)
-
-
 @pytest.fixture
 def write_config(tmp_path):
     """Write a configuration tree as YAML and return the path."""

@@ -48,7 +48,7 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, target_folder, tokens_file):
-    """A folder for the module's runs, their configuration, and an environment that shares compiled programs."""
+    """A folder for the module's runs, and their configuration."""
     folder = tmp_path_factory.mktemp("resume")
     tree = {
         "target": {"path": str(target_folder), "device": "cpu"},
@@ -71,16 +71,12 @@ def place(tmp_path_factory, target_folder, tokens_file):
 
 
 @pytest.fixture(scope="module")
-def environment(place):
+def environment(quick_compilation):
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
 
