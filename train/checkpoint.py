@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,9 +17,12 @@ from orbax.checkpoint import v1 as ocp
 from draft_jax.config import DraftConfig
 from draft_jax.models.dspark import abstract_params
 
-from .complete import complete_steps, damage, record_files, set_aside
+from .background import BackgroundErrors
+from .complete import complete_steps, record_files, set_aside
 from .config import CheckpointConfig
+from .distributed import World
 from .state import Params, TrainState
+from .stored import CheckpointError, check_tensors, load, metadata
 
 CHECKPOINTS = "checkpoints"
 DRAFT_CONFIG = "draft_config.json"
@@ -27,10 +31,6 @@ DRAFT_CONFIG = "draft_config.json"
 _SCORE = "score"
 #: Name in orbax's custom metadata of the plain values of `Saved`, as JSON text.
 _RECORD = "draft_jax_run"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or does not belong to this run; the message names what differs."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class Checkpoints:
             ),
             cleanup_tmp_directories=True,
         )
+        self._background = BackgroundErrors(self._checkpointer)
         self._pending: tuple[int, Any] | None = None
         self._failed = False
 
@@ -125,27 +126,66 @@ class Checkpoints:
             raise self._failure(saved.step, error) from error
         self._pending = (saved.step, response)
 
+    def _writing(self) -> bool:
+        """Whether the background save is neither complete nor known to have failed."""
+        return self._background.error is None and self._checkpointer.is_saving_in_progress()
+
     def poll(self) -> None:
         """Raise the error of a background save that has ended in one; never waits."""
-        if self._pending is not None and not self._checkpointer.is_saving_in_progress():
+        if self._pending is not None and not self._writing():
             self.wait()
 
     def wait(self) -> None:
         """Wait until the background save is complete. Raises CheckpointError if it failed."""
         if self._pending is None:
             return
+        while jax.process_count() > 1 and self._writing():
+            time.sleep(0.02)
         step, response = self._pending
         self._pending = None
         try:
+            if self._background.error is not None:
+                raise self._background.error
             response.result()
             if jax.process_index() == 0:
                 record_files(self.folder / str(step))
         except Exception as error:
             raise self._failure(step, error) from error
 
+    def wait_together(self, world: World) -> None:
+        """`wait` in step with the other processes: where one has failed, orbax would let the others wait for its part.
+
+        Raises:
+            CheckpointError: the save failed here.
+            DistributedError: it failed on another process.
+        """
+        failure: CheckpointError | None = None
+        while True:
+            level = int(world.size > 1 and self._writing())
+            try:
+                if not level:
+                    self.wait()
+            except CheckpointError as error:
+                failure, level = error, 2
+            worst = world.worst(level, "the checkpoint that is being written")
+            if worst == 0:
+                return
+            if worst == 2:
+                break
+            time.sleep(0.05)
+
+        self._failed = True
+
+        def again() -> None:
+            if failure is not None:
+                raise failure
+
+        world.attempt("writing a checkpoint", again)
+
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         self._failed = True
-        for leftover in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+        # Of several processes the others may still be writing: orbax removes what is left when the run continues.
+        for leftover in () if jax.process_count() > 1 else self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         reason = "no space left on the disk" if full else " ".join(str(error).split()) or type(error).__name__
@@ -170,11 +210,22 @@ class Checkpoints:
 
     def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         folder = self.folder / str(step)
-        _check_tensors(folder, wanted)
-        return _load(folder, wanted)
+        check_tensors(folder, wanted)
+        return load(folder, wanted)
 
-    def close(self) -> None:
-        """Wait for the background save and free orbax's threads. Raises CheckpointError if that save failed."""
+    def close(self, patience: float | None = None) -> None:
+        """Wait for the background save and free orbax's threads. Raises CheckpointError if that save failed.
+
+        Args:
+            patience: longest wait [s]; a save that takes longer, or has failed, is left alone. None = as long as it
+                takes. After an error another process may never write its part, which orbax would wait for.
+        """
+        if patience is not None:
+            end = time.monotonic() + patience
+            while self._writing() and not self._failed and time.monotonic() < end:
+                time.sleep(0.1)
+            if self._writing() or self._failed:
+                return
         try:
             self.wait()
         finally:
@@ -192,7 +243,7 @@ def _optimizer_part(state: TrainState) -> dict[str, Any]:
 
 def read_saved(folder: Path, step: int) -> Saved:
     """The plain values of a checkpoint, without its arrays."""
-    record = (_metadata(folder / str(step)).custom_metadata or {}).get(_RECORD)
+    record = (metadata(folder / str(step)).custom_metadata or {}).get(_RECORD)
     if record is None:
         raise CheckpointError(f"{folder / str(step)} was not written by draft-jax: it has no record of its run")
     return Saved(step, **json.loads(record))
@@ -227,8 +278,8 @@ def load_trained(run_dir: str | Path, step: int | Literal["latest", "best"] = "l
     wanted = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params(draft, jnp.float32)
     )
-    _check_tensors(folder / str(chosen), {"params": wanted})
-    return draft, _load(folder / str(chosen), {"params": wanted})["params"]
+    check_tensors(folder / str(chosen), {"params": wanted})
+    return draft, load(folder / str(chosen), {"params": wanted})["params"]
 
 
 def best_step(folder: Path) -> int:
@@ -257,52 +308,3 @@ def check_identity(saved: Saved, now: Mapping[str, Any], source: Path) -> None:
             f"{source} step {saved.step} belongs to another run:\n" + "\n".join(differing) + "\nGive the values of the"
             " checkpoint, or start in a new run_dir (its weights alone: export it and use draft.init_draft)"
         )
-
-
-def _load(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return ocp.load_checkpointables(folder, wanted)
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
-
-
-def _metadata(folder: Path) -> Any:
-    try:
-        return ocp.checkpointables_metadata(folder.absolute())
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read: {' '.join(str(error).split())[:500]}") from error
-
-
-def _check_tensors(folder: Path, wanted: dict[str, Any]) -> None:
-    """Compare names, shapes and dtypes before reading: orbax would cast another dtype without a word."""
-    if harm := damage(folder):
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it {harm}")
-    metadata = _metadata(folder).metadata
-    problems = []
-    for part, tree in wanted.items():
-        if metadata.get(part) is None:  # orbax only warns
-            raise CheckpointError(f"{folder} cannot be read: the files of its {part} are damaged")
-        expected, found = _tensors(tree), _tensors(metadata[part])
-        problems += [f"{part}.{name} is missing" for name in expected if name not in found]
-        problems += [f"{part}.{name} is unknown to this draft" for name in found if name not in expected]
-        for name in expected.keys() & found.keys():
-            for what, has, needs in zip(("shape", "dtype"), found[name], expected[name]):
-                if has != needs:
-                    problems.append(f"{part}.{name} has {what} {has}, this run needs {needs}")
-    if problems:
-        shown = "\n  ".join(sorted(problems)[:20])
-        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise CheckpointError(f"{folder} does not fit:\n  {shown}{more}")
-
-
-def _tensors(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Dotted name -> (shape, dtype) of every leaf that has a shape."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: hasattr(node, "dtype"))[0]
-    return {
-        ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path): (
-            tuple(leaf.shape),
-            str(jnp.dtype(leaf.dtype)),
-        )
-        for path, leaf in leaves
-        if hasattr(leaf, "dtype")
-    }

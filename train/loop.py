@@ -20,6 +20,8 @@ from .tracker import CompositeTracker, open_trackers
 
 #: With several processes a signal may come twice, from the batch system and from the launcher, shortly after.
 _PATIENCE_SECONDS = 30.0
+#: After an error, longest wait for a checkpoint that is being written: of several processes one may have given up.
+_SAVE_SECONDS = 30.0
 
 
 def run(config: RunConfig, *, target: Any = None, world: World | None = None) -> RunResult:
@@ -70,7 +72,7 @@ def run(config: RunConfig, *, target: Any = None, world: World | None = None) ->
         except PeerLostError:
             raise  # to end a save properly would take the lost process; what is complete stays
         except BaseException:
-            checkpoints.close()
+            checkpoints.close(_SAVE_SECONDS if world.size > 1 else None)
             raise
         checkpoints.close()
         return result

@@ -69,7 +69,7 @@ def go_back(
             " (train.max_rollbacks): the same would happen again. Change what is said above, or the data, and continue"
             " with --resume auto"
         )
-    world.attempt("the checkpoint before a roll-back", checkpoints.wait)
+    checkpoints.wait_together(world)
     seen = [set(steps) for steps in world.gather(checkpoints.steps(), "complete checkpoints")]
     to = max((step for step in set.intersection(*seen) if step < collapse.good_before), default=None)
     if to is None:

@@ -155,7 +155,7 @@ class Loop:
             if self.step > self._saved_step:
                 self._save()
             with self.watchdog.phase("waiting for the checkpoint"):
-                self.world.attempt(f"the checkpoint of step {self.step}", self.checkpoints.wait)
+                self.checkpoints.wait_together(self.world)
             exit_code = self.world.worst(stop.exit_code, "the end of the loop")
         if self.book.unwritten:
             self.book.write(self.step, {})
@@ -326,5 +326,6 @@ class Loop:
             rollbacks=self._rollbacks,
         )
         with self.watchdog.phase("saving a checkpoint"):
+            self.checkpoints.wait_together(self.world)
             self.world.attempt(f"saving step {self.step}", lambda: self.checkpoints.save(self.state, saved, metrics))
         self._saved_step = self.step

@@ -99,6 +99,35 @@ def test_tensorboard(tmp_path):
     assert "tensorflow" not in sys.modules
 
 
+def test_a_run_that_goes_back_logs_on_and_loses_no_line(tmp_path):
+    """Steps 1..5, back to 3, then 4 and 5 anew: one curve of five steps, the first 4 and 5 beside it."""
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    trackers = open_trackers(("tensorboard",), tmp_path)
+    for step in range(1, 6):
+        trackers.log(step, {"loss": float(step)})
+    trackers.rewind(3)
+    for step in (4, 5):
+        trackers.log(step, {"loss": 10.0 * step})
+    trackers.finish()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0)]
+    lost = [json.loads(line) for line in (tmp_path / "metrics.rolled_back.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lost] == [(4, 4.0), (5, 5.0)]
+
+    events = []
+    for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: len(path.name)):
+        data = path.read_bytes()
+        while data:  # length, its checksum, the event, its checksum
+            size = int.from_bytes(data[:8], "little")
+            events.append(Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    marks = [event.step for event in events if event.session_log.status == 1]
+    assert marks == [4], "TensorBoard is told to hide what it had from step 4 on"
+    assert [event.step for event in events if event.summary.value] == [1, 2, 3, 4, 5, 4, 5]
+
+
 def test_wandb_gets_numbers_and_continues_its_run(tmp_path, monkeypatch):
     """The calls made to wandb, on a stand-in module: the real one would want an account."""
     calls = []
