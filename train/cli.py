@@ -171,10 +171,25 @@ def _exit_code(error: Exception) -> int | None:
         return 2
     if isinstance(error, (ValueError, OSError, RuntimeError)) and not isinstance(error, NotImplementedError):
         return 1
+    if _missing_package(error):
+        return 1
     return None
 
 
+def _missing_package(error: Exception) -> str | None:
+    """The package outside this project that an import did not find; None if that is not what went wrong."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    name = error.name.split(".")[0]
+    return None if name in ("train", "target_bridge", "draft_jax") else name
+
+
 def _message(error: Exception) -> str:
+    if package := _missing_package(error):
+        return (
+            f"the package {package} is not installed in {sys.prefix}: pip install draft-jax brings what every command "
+            "needs, draft-jax[regenerate], [data], [tasks] or [quickstart] the rest (pyproject.toml)"
+        )
     text = str(error).strip() or type(error).__name__
     ours = type(error).__module__.split(".")[0] in ("train", "target_bridge", "draft_jax")
     return text if ours or isinstance(error, OSError) else f"{type(error).__name__}: {text}"

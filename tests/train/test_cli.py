@@ -142,6 +142,23 @@ def test_failures_are_code_1_and_defects_keep_their_traceback(monkeypatch, said)
     assert failing(KeyboardInterrupt()) == 130
 
 
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch, said):
+    """Of ours it would be a defect; of others it is an incomplete installation."""
+
+    def start(name):
+        fake = types.ModuleType("train.export")
+        fake.main = lambda argv: __import__(name)
+        monkeypatch.setitem(sys.modules, "train.export", fake)
+        return main(["export"])
+
+    assert start("no_such_package.part") == 1
+    text = said()
+    assert f"the package no_such_package is not installed in {sys.prefix}: pip install draft-jax" in text
+    assert "Traceback" not in text
+    assert start("train.no_such_module") == 1
+    assert "Traceback" in said()
+
+
 def test_plan_needs_no_weights_and_starts_nothing(tree, write_config, tmp_path, said):
     bare = tmp_path / "bare"
     shutil.copytree(tree["target"]["path"], bare)
