@@ -1,12 +1,12 @@
 """Peak memory of `draft-jax prepare` against the number of rows.
 
-    python -m benchmarks.prepare_memory TARGET_FOLDER CONVERSATIONS.jsonl.gz --times 1 20 [--same] [--KEY=VALUE of the run]
+    python -m benchmarks.prepare_memory TARGET_FOLDER CONVERSATIONS.jsonl.gz --times 1 20 [--same] [--KEY=VALUE]
 
 The conversations are repeated `--times` times in one file, each copy's questions with a number of their own in front,
-so that no row equals another one (`--same` repeats them as they are). What is measured is the whole process tree, ten
-times a second: resident set size, summed (what processes share counts in each), and proportional set size (shared
-pages are divided among those who map them), of which the anonymous part is memory that only the program can free; the
-rest are pages of files, which the system takes back when it needs them.
+so that no row equals another one (`--same` repeats them as they are); further keys are the run's. What is measured is
+the whole process tree, ten times a second: resident set size, summed (what processes share counts in each), and
+proportional set size (shared pages are divided among those who map them), of which the anonymous part is memory that
+only the program can free; the rest are pages of files, which the system takes back when it needs them.
 """
 
 import argparse
