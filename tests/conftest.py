@@ -14,18 +14,20 @@ TESTS = Path(__file__).resolve().parent
 #: one that starts late would leave the other core idle at the end.
 LONGEST_FIRST = (
     "train/test_multi_process.py",
+    "train/test_resume.py",
+    "train/test_many_devices.py",
     "sglang/test_dspark_on_cpu.py",
     "sglang/test_engine_server.py",
     "sglang/test_training.py",
+    "train/test_loop.py",
     "train/test_step.py",
-    "train/evaluate/test_command.py",
     "draft_jax/test_objective.py",
     "train/evaluate/test_protocol.py",
+    "train/test_in_loop.py",
     "draft_jax/test_attention_triton.py",
-    "draft_jax/test_decode.py",
     "draft_jax/test_terms.py",
+    "train/evaluate/test_command.py",
     "train/serve_check/test_command.py",
-    "train/data/test_prepare.py",
 )
 
 ON_GPU = os.environ.get("DRAFT_JAX_TEST_GPU") == "1"
@@ -37,6 +39,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gone = [name for name in LONGEST_FIRST if not (TESTS / name).is_file()]
+    if gone:
+        raise pytest.UsageError(f"LONGEST_FIRST in {__file__} names {', '.join(gone)}, which is not there")
     place = {TESTS / name: i for i, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))  # stable: the rest as collected
     if ON_GPU:
