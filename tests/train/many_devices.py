@@ -295,6 +295,7 @@ def processes(folder: Path, sources: list[str], world: Any, devices: list[Any]) 
     world.barrier("compiled")
     if not world.is_first:
         runs = compiled(layouts, devices, world.rank, world.size)
+    world.barrier("ready")  # the first collective waits for all processes for 30 s only
     found: dict[str, Any] = {"curves": {}, "resumed": {}}
     stored = {source: Checkpoints(folder / source, CheckpointConfig()) for source in sources}
     for name, run in runs.items():
