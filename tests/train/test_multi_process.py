@@ -1,21 +1,28 @@
-"""Training in several processes: the curve of one device, exact resume on other numbers of processes, and failures.
+"""The whole loop in several processes: the curve of one, exact resume, and failures.
 
-Starting processes is most of the time of these tests, so a launch does many runs one after another.
+Starting processes is most of the time of these tests, so a launch does many runs one after another. What is split over
+which devices is the matter of test_many_devices.py.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from tests.train.conftest import write_tokens
-from tests.train.processes import Ended, run_processes
+from tests.train.conftest import nest
+from tests.train.processes import ROOT, Ended, run_processes
+from tests.train.test_optimizer import formula
 from train.checkpoint import complete_steps, load_trained
 from train.config_file import build
 from train.loop import run
@@ -28,17 +35,18 @@ import json, os, signal, sys, traceback
 from pathlib import Path
 sys.path.insert(0, os.environ["PLACE_ROOT"])
 from tests.train.conftest import nest
-from train import sharding
-sharding.MIN_ELEMENTS_TO_SPLIT = 64  # a tiny model has no larger leaves
-from train import assembly, feeding, launch, loop, resume
+from train import assembly, feeding, launch, loop, resume, steps
 from train.config_file import build
 from train.distributed import DistributedError
 place = Path(os.environ["PLACE"])
 tree = json.loads((place / "tree.json").read_text())
 
-def go(world, name, **changes):
+def go(world, name, again=False, **changes):
+    if again:
+        changes["resume"] = "auto"
+    folder, name = place / name, name + " again" * again
     try:
-        result = loop.run(build(nest(tree, run_dir=str(place / name), **changes)), world=world)
+        result = loop.run(build(nest(tree, run_dir=str(folder), **changes)), world=world)
         print("RESULT", json.dumps({"name": name, "code": result.exit_code, "steps": result.steps}), flush=True)
     except Exception as error:
         if not str(error):
@@ -55,10 +63,10 @@ def copy(world, source, name, steps=(2, 4)):
 
 original = loop.Loop._micro_steps
 def at_step(number, rank, action):
-    \"\"\"From now on `action` happens on that rank between the micro-steps of that step.\"\"\"
+    \"\"\"From now on `action(loop)` happens on that rank (None: on all) before the micro-steps of that step.\"\"\"
     def micro_steps(self, stop):
-        if self.step + 1 == number and self.world.rank == rank:
-            action()
+        if self.step + 1 == number and self.world.rank == (self.world.rank if rank is None else rank):
+            action(self)
         return original(self, stop)
     loop.Loop._micro_steps = micro_steps
 def as_ever():
@@ -69,27 +77,77 @@ TWO = """
 with launch.joined() as world:
     go(world, "two")
     go(world, "two_fsdp", train__fsdp=2)
-    go(world, "two_zeroed", data__path=str(place / "zeroed.jsonl"), data__shuffle=False, data__min_retention=0.0)
+    # Both processes capture every row, and each keeps the states of half of its tokens.
+    go(world, "two_seq", train__seq=2, train__sharding="sharded_moments")
     copy(world, "two", "two_again")
     go(world, "two_again", resume="auto")
 
-    at_step(3, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    # A signal while the first of two micro-steps is at work.
+    met = []
+    def between(run):
+        met.append(run)
+        prefetch = run.feeder.prefetch
+        def once():
+            run.feeder.prefetch = prefetch
+            os.kill(os.getpid(), signal.SIGTERM)
+            prefetch()
+        run.feeder.prefetch = once
+    at_step(3, 1, between)
     go(world, "terminated")
     as_ever()
+    if met:
+        print("TAKEN", met[0].feeder.position["next_batch"], met[0].position["next_batch"])
+    go(world, "terminated", again=True)
 
-    def fail():
+    def fail(run):
         raise OSError("the target fell over")
     at_step(4, 1, fail)
     go(world, "fell")
     as_ever()
 
-    # Only rank 1 does not see step 6.
+    # Rank 1's host sees a file of step 6 cut short.
     copy(world, "two", "disagreed", (2, 4, 6))
     look = resume.complete_steps
     if world.rank == 1:
-        resume.complete_steps = lambda folder: look(folder)[:-1]
+        import shutil
+        there = place / "disagreed as host 1 sees it"
+        shutil.copytree(place / "disagreed" / "checkpoints", there)
+        file = max((there / "6" / "params").rglob("d/*"), key=lambda path: path.stat().st_size)
+        with file.open("r+b") as opened:
+            opened.truncate(100)
+        resume.complete_steps = lambda folder: look(there)
     go(world, "disagreed", resume="auto", train__stop_at=5)
     resume.complete_steps = look
+
+    # Step 20 wrecks the draft; the last good checkpoint is of step 15.
+    def wreck(run):
+        if not run._rollbacks:
+            import dataclasses, jax
+            run.state = dataclasses.replace(run.state, params=jax.tree.map(lambda x: x * 30, run.state.params))
+    at_step(20, None, wreck)
+    go(world, "collapsed", train__steps=32, train__on_collapse="rollback", checkpoint__every=5,
+       optimizer__lr=2e-3, optimizer__resume_rewarm_steps=8)
+    from train.collapse import Collapse
+    def imagine(run):
+        run._collapse = Collapse(3, 5, 1, "step size", "the draft has collapsed")
+    at_step(3, 1, imagine)
+    go(world, "imagined", train__on_collapse="rollback", checkpoint__every=5)
+    as_ever()
+
+    # Another value in one process; a host without the evaluation's prompts, and one with others.
+    read_back, steps._COMPARE_EVERY = steps.read_back, 2
+    def nudged(step, metrics):
+        sums, values = read_back(step, metrics)
+        return sums, {**values, "grad_norm": values["grad_norm"] * (1 + world.rank * 1e-9)}
+    steps.read_back = nudged
+    go(world, "nudged")
+    steps.read_back, steps._COMPARE_EVERY = read_back, 100
+    home = os.getcwd()
+    prompts = {"eval__every": 6, "eval__prompts": "prompts.jsonl", "eval__max_new_tokens": 4}
+    for case in ("without_prompts", "other_prompts"):
+        os.chdir(place / case / f"host{world.rank}")
+        go(world, case + "/run", **prompts)
+    os.chdir(home)
 
     go(world, "another_value", optimizer__lr_scale=1.0 + world.rank)
     schedule = assembly.make_schedule
@@ -100,34 +158,26 @@ with launch.joined() as world:
     go(world, "odd", train__batch_rows=3)
 """
 
-ONE = """
-with launch.joined() as world:
-    go(world, "one")
-    go(world, "one_zeroed", data__path=str(place / "zeroed.jsonl"), data__shuffle=False, data__min_retention=0.0)
-    go(world, "devices", train__devices=4)
-    go(world, "devices_fsdp", train__devices=4, train__fsdp=2)
-    for devices in (1, 4):
-        copy(world, "two_fsdp", f"from_two_on_{devices}")
-        go(world, f"from_two_on_{devices}", resume="auto", train__devices=devices)
-"""
-
-FOUR = """
-with launch.joined() as world:
-    go(world, "four")
-    copy(world, "devices_fsdp", "four_from_devices")
-    go(world, "four_from_devices", resume="auto", train__fsdp=2)
-    copy(world, "two", "four_from_two")
-    go(world, "four_from_two", resume="auto")
-"""
-
 KILLED = """
-def die():
+def die(run):
     import time
     time.sleep(2)  # the checkpoint of step 2 is written in the background
+    (place / "died").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 at_step(4, 1, die)
 from train import cli
 sys.exit(cli.main(["train", "--config", str(place / "config.yaml"), f"--run_dir={place / 'killed'}"]))
+"""
+
+#: From step 4 on rank 1 can write no file longer than a few bytes: as on a full disk, the parts of a checkpoint fail.
+FULL = """
+def fill(run):
+    import resource
+    run.checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+at_step(4, 1, fill)
+from train import cli
+sys.exit(cli.main(["train", "--config", str(place / "config.yaml"), f"--run_dir={place / 'full'}"]))
 """
 
 
@@ -137,22 +187,25 @@ class Runs:
     def __init__(self, place: Path, tree: dict):
         self.place, self.tree = place, tree
 
-    def launch(self, code: str, size: int, limit: float = 900, **extra: str) -> list[Ended]:
-        root = str(Path(__file__).resolve().parents[2])
-        environment = {
+    def environment(self) -> dict[str, str]:
+        """Programs are compiled once for all launches."""
+        return {
             "PLACE": str(self.place),
-            "PLACE_ROOT": root,
+            "PLACE_ROOT": str(ROOT),
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_COMPILATION_CACHE_DIR": str(self.place / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            **extra,
         }
-        return run_processes(HEADER + code, size, limit=limit, extra=environment)
+
+    def launch(self, code: str, size: int, limit: float = 900, **extra: str) -> list[Ended]:
+        return run_processes(HEADER + code, size, limit=limit, extra={**self.environment(), **extra})
+
+    def lines(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.place / name / "metrics.jsonl").read_text().splitlines()]
 
     def losses(self, name: str) -> list[float]:
-        lines = (self.place / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return [line["loss"] for line in self.lines(name)]
 
     def params(self, name: str, step: int = 6) -> list[np.ndarray]:
         return [np.asarray(leaf) for leaf in jax.tree.leaves(load_trained(self.place / name, step)[1])]
@@ -179,12 +232,11 @@ def runs(tmp_path_factory, target_folder, tokens_file):
     }  # fmt: skip
     (place / "tree.json").write_text(json.dumps(tree))
     (place / "config.yaml").write_text(yaml.safe_dump(tree))
-    # In the order of the file, rows 2 and 3 of each batch of 4 belong to the second of two processes.
-    rows = [json.loads(line) for line in write_tokens(place / "zeroed.jsonl", rows=12, seed=5).open()]
-    for index, row in enumerate(rows):
-        if index % 4 >= 2:
-            row["loss_mask"] = [0] * len(row["loss_mask"])
-    (place / "zeroed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for case, texts in (("without_prompts", ("w6 w9", None)), ("other_prompts", ("w6 w9", "w6 w10"))):
+        for rank, text in enumerate(texts):
+            (place / case / f"host{rank}").mkdir(parents=True)
+            if text is not None:
+                (place / case / f"host{rank}" / "prompts.jsonl").write_text(json.dumps({"turns": [text]}) + "\n")
     return Runs(place, tree)
 
 
@@ -205,13 +257,9 @@ def two(runs):
 
 
 @pytest.fixture(scope="module")
-def one(runs, two):
-    return results(runs.launch(ONE, 1, JAX_NUM_CPU_DEVICES="4"))[0]
-
-
-@pytest.fixture(scope="module")
-def four(runs, one):
-    return results(runs.launch(FOUR, 4))
+def one(runs):
+    """The same run in this process alone."""
+    assert run(build(nest(runs.tree, run_dir=str(runs.place / "one")))).steps == 6
 
 
 def ended_well(found: dict[str, dict], *names: str) -> None:
@@ -219,21 +267,13 @@ def ended_well(found: dict[str, dict], *names: str) -> None:
         assert found[name] == {"name": name, "code": 0, "steps": 6}
 
 
-def test_the_curve_does_not_depend_on_devices_and_processes(runs, two, one, four):
+def test_the_curve_does_not_depend_on_processes(runs, two, one):
     for rank in two[0]:
-        ended_well(rank, "two", "two_fsdp", "two_zeroed")
-    ended_well(one, "one", "one_zeroed", "devices", "devices_fsdp")
-    for rank in four:
-        ended_well(rank, "four")
+        ended_well(rank, "two", "two_fsdp", "two_seq")
     expected = runs.losses("one")
     assert len(expected) == 6
-    for name in ("two", "two_fsdp", "devices", "devices_fsdp", "four"):
+    for name in ("two", "two_fsdp", "two_seq"):
         np.testing.assert_allclose(runs.losses(name), expected, rtol=1e-5, err_msg=name)
-
-
-def test_a_process_without_a_supervised_token_stays_in_step(runs, two, one):
-    np.testing.assert_allclose(runs.losses("two_zeroed"), runs.losses("one_zeroed"), rtol=1e-5)
-    assert not np.allclose(runs.losses("one_zeroed"), runs.losses("one"), rtol=1e-2)
 
 
 def test_resume_on_the_same_processes_is_bit_equal(runs, two):
@@ -243,25 +283,25 @@ def test_resume_on_the_same_processes_is_bit_equal(runs, two):
         assert ours.tobytes() == theirs.tobytes()
 
 
-def test_resume_on_other_numbers_of_devices_and_processes(runs, two, one, four):
-    ended_well(one, "from_two_on_1", "from_two_on_4")
-    for rank in four:
-        ended_well(rank, "four_from_devices", "four_from_two")
-    expected = runs.losses("one")[4:]
-    reached = runs.params("one")
-    for name in ("from_two_on_1", "from_two_on_4", "four_from_devices", "four_from_two"):
-        np.testing.assert_allclose(runs.losses(name), expected, rtol=1e-5, err_msg=name)
-        for ours, theirs in zip(runs.params(name), reached, strict=True):
-            # Two optimizer steps later: Adam turns rounding of small gradients into more than rounding.
-            np.testing.assert_allclose(ours, theirs, atol=1e-4, err_msg=name)
+@pytest.mark.parametrize("source", ["two_fsdp", "two_seq"])
+def test_one_process_resumes_what_two_saved(runs, two, one, source):
+    name = f"{source}_on_one"
+    for step in (2, 4):
+        shutil.copytree(runs.place / source / "checkpoints" / str(step), runs.place / name / "checkpoints" / str(step))
+    assert run(build(nest(runs.tree, run_dir=str(runs.place / name), resume="auto"))).steps == 6
+    resumed, straight = runs.losses(name), runs.losses("one")[4:]
+    assert len(resumed) == 2
+    np.testing.assert_allclose(resumed, straight, rtol=1e-5)
 
 
-def test_sigterm_to_one_process_saves_a_common_step(runs, two):
-    for rank in two[0]:
-        assert rank["terminated"]["code"] == 128 + signal.SIGTERM
-        # Rank 1 left the window of step 3 before its first micro-step, so nobody did that step.
-        assert rank["terminated"]["steps"] == 2
-    assert complete_steps(runs.place / "terminated" / "checkpoints") == [2]
+def test_sigterm_in_the_middle_of_accumulation_saves_a_common_step(runs, two):
+    found, output = two
+    for rank in found:
+        # Rank 1 left the window of step 3 after one of its two micro-steps, so nobody did that step.
+        assert rank["terminated"] == {"name": "terminated", "code": 128 + signal.SIGTERM, "steps": 2}
+        assert rank["terminated again"] == {"name": "terminated again", "code": 0, "steps": 6}
+    assert "TAKEN 5 4" in output[1]
+    np.testing.assert_array_equal(runs.losses("terminated"), runs.losses("two"))
 
 
 def test_a_failure_of_one_process_ends_all_with_its_reason(two):
@@ -279,6 +319,7 @@ def test_processes_that_see_other_checkpoints_take_the_newest_common_one(runs, t
     assert "All continue from step 4" in output[0]
     assert "resumed" in output[0]
     assert "resumed" not in output[1]  # one process speaks
+    assert re.search(r"rank 0 on \S+: 2, 4, 6\n  rank 1 on \S+: 2, 4\n", output[0])
     assert (runs.place / "disagreed" / "checkpoints" / "6.incomplete").is_dir()
     assert complete_steps(runs.place / "disagreed" / "checkpoints") == [2, 4, 5]
 
@@ -289,6 +330,7 @@ def test_processes_that_see_other_checkpoints_take_the_newest_common_one(runs, t
         ("another_value", ("the configuration differs", "optimizer.lr_scale: 1.0 on rank 0", "2.0 on rank 1")),
         ("another_program", ("the lowered programs (CRC-32) differs", "apply:", "on rank 1")),
         ("odd", ("train.batch_rows is 3; make it a multiple of the 2 devices of all processes",)),
+        ("other_prompts/run", ("the evaluation's prompts differs", "checksum:", "on rank 1")),
     ],
 )
 def test_processes_that_cannot_work_as_one_are_refused(runs, two, name, words):
@@ -298,8 +340,48 @@ def test_processes_that_cannot_work_as_one_are_refused(runs, two, name, words):
     assert not (runs.place / name / "metrics.jsonl").exists()
 
 
+def test_a_host_without_the_prompts_is_named_with_the_file(two):
+    (first, second), _ = two
+    assert re.search(r"ValueError: .*prompts\.jsonl does not exist", second["without_prompts/run"]["error"])
+    assert re.search(
+        r"DistributedError: reading evaluation prompts failed on another process:\n"
+        r"  rank 1 on \S+: ValueError: .*prompts\.jsonl does not exist",
+        first["without_prompts/run"]["error"],
+    )
+
+
+def test_numbers_that_differ_between_processes_end_the_run(runs, two):
+    for rank in two[0]:
+        assert "what the processes computed in step 2 differs between the processes:" in rank["nudged"]["error"]
+        assert re.search(r"grad_norm: \S+ on rank 0 .*\n  grad_norm: \S+ on rank 1", rank["nudged"]["error"])
+    assert complete_steps(runs.place / "nudged" / "checkpoints") == []
+
+
+def test_a_collapse_rolls_all_processes_back_to_the_same_step(runs, two):
+    found, output = two
+    for rank in found:
+        assert rank["collapsed"] == {"name": "collapsed", "code": 0, "steps": 32}
+    told = r"WARNING step 22: the draft has collapsed from step 20 on.* ROLLED BACK to the checkpoint of step 15"
+    assert re.search(told, output[0])
+    assert "ROLLED BACK" not in output[1]
+    lines = runs.lines("collapsed")
+    assert [line["step"] for line in lines] == list(range(1, 33))
+    assert [line["step"] for line in lines if "rollback" in line] == [16]
+    assert np.isfinite(runs.losses("collapsed")).all()
+    assert max(runs.losses("collapsed")) < 2 * np.median(runs.losses("collapsed"))
+    for line in lines[15:]:
+        ramp = min(1.0, (line["step"] - 15) / 8)
+        np.testing.assert_allclose(line["lr"], ramp * formula(line["step"] - 1, 32, 6, 2e-3), rtol=1e-5)
+
+
+def test_a_collapse_that_only_one_process_sees_ends_the_run(two):
+    for rank in two[0]:
+        assert "the collapse that was found differs between the processes" in rank["imagined"]["error"]
+
+
 def test_a_killed_process_ends_the_others_and_the_job_resumes(runs, one):
     first, second = runs.launch(KILLED, 2, limit=300)
+    assert time.time() - (runs.place / "died").stat().st_mtime < 120
     assert second.code == -signal.SIGKILL
     assert first.code == 1, first.output
     assert "waiting for the other processes at 'optimizer step 4' ended" in first.output
@@ -309,6 +391,36 @@ def test_a_killed_process_ends_the_others_and_the_job_resumes(runs, one):
     tree = {**runs.tree, "run_dir": str(runs.place / "killed_resumed"), "resume": "auto"}
     assert run(build(tree)).steps == 6
     np.testing.assert_allclose(runs.losses("killed_resumed"), runs.losses("one"), rtol=1e-5)
+
+
+def test_a_full_disk_of_one_host_ends_all_and_torchrun_resumes(runs, two):
+    """The second half is the documented way to start: examples/launch/one_host.sh, hence torchrun itself."""
+    first, second = runs.launch(FULL, 2, limit=240)
+    assert second.code == 1, second.output
+    assert first.code == 1, first.output
+    assert re.search(r"checkpoint of step 4 could not be written to .* --resume auto", second.output)
+    assert re.search(
+        r"failed on another process:\n  rank 1 on \S+: CheckpointError: checkpoint of step 4", first.output
+    )
+    assert complete_steps(runs.place / "full" / "checkpoints") == [2]
+
+    script = ROOT / "examples" / "launch" / "one_host.sh"
+    done = subprocess.run(
+        ["bash", str(script), "--config", str(runs.place / "config.yaml"), f"--run_dir={runs.place / 'full'}"],
+        env={
+            **os.environ,
+            **runs.environment(),
+            "GPUS": "2",
+            "JAX_PLATFORMS": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+        },
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "at optimizer step 2 of 6" in done.stdout
+    np.testing.assert_array_equal(runs.losses("full"), runs.losses("two"))
 
 
 def test_no_process_leaves_its_rows_to_another():
