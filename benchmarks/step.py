@@ -49,6 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fast-compile", action="store_true", help="compile quickly, run perhaps slower")
     parser.add_argument("--xla", nargs="*", default=[], metavar="NAME=VALUE", help="compiler options to try")
     parser.add_argument("--rematerialise", action="store_true", help="layers computed again, as train.rematerialise")
+    parser.add_argument("--fused", action="store_true", help="the optimizer step in our kernel, as optimizer.fused")
     parser.add_argument("--compile-only", action="store_true", help="fill JAX_COMPILATION_CACHE_DIR, measure nothing")
     parser.add_argument("--profile", help="folder for a trace of two micro-steps of each length")
     return parser.parse_args()
@@ -116,7 +117,7 @@ def main() -> None:
     device = jax.devices()[0]
     attention = choose_implementation(given.attention, device.platform, device.device_kind, dtype, draft.head_dim)
     compiler_options = {name: _value(text) for name, text in (option.split("=", 1) for option in given.xla)}
-    optimizer_config = OptimizerConfig()
+    optimizer_config = OptimizerConfig(fused=given.fused)
     optimizer = make_optimizer(optimizer_config)
     shape_of_head = jax.ShapeDtypeStruct((draft.vocab_size, draft.hidden_size), dtype)
     frozen, state, rate = FrozenHead(shape_of_head, shape_of_head), None, 0.0
@@ -154,6 +155,7 @@ def main() -> None:
                 "rows": given.rows,
                 "xla": given.xla,
                 "rematerialise": given.rematerialise,
+                "fused": given.fused,
                 "attention": attention,
                 "dtype": given.dtype,
                 "accumulate_ms": 1e3 * seconds,

@@ -121,6 +121,8 @@ class OptimizerConfig:
         max_grad_norm: clip of the gradient's global norm.
         resume_rewarm_steps: steps over which the rate rises anew from 0 to what the schedule says, after a start from
             weights alone (draft.init_draft, resume: weights) and after a roll-back; 0 = at once.
+        fused: on NVIDIA GPUs, the step of large parameters in one kernel of our own instead of XLA's
+            (train/fused_update.py): the same arithmetic. Off until it has been measured.
     """
 
     lr: float = 6e-4
@@ -131,6 +133,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     max_grad_norm: float = 1.0
     resume_rewarm_steps: int = 64
+    fused: bool = False
 
     def __post_init__(self):
         _require(self.lr > 0, "optimizer.lr", self.lr, "give a positive rate")

@@ -96,7 +96,7 @@ def plain_update(
 
 
 def can_fuse(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether to give a leaf to `fused_update`: on NVIDIA GPUs, large, and whole blocks on each device."""
+    """Whether `fused_update` can take a leaf: on NVIDIA GPUs, large, and whole blocks on each device."""
     device = next(iter(sharding.mesh.devices.flat))
     size = math.prod(sharding.shard_shape(leaf.shape))
     nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")

@@ -60,11 +60,13 @@ class Optimizer:
         adam: without rate and decay.
         weight_decay: times the parameter, added to Adam's direction; of leaves with two or more axes only.
         max_grad_norm: gradients of a larger global norm are scaled down to it.
+        fused: large leaves on NVIDIA GPUs go through one kernel (`fused_update`).
     """
 
     adam: optax.GradientTransformation
     weight_decay: float
     max_grad_norm: float
+    fused: bool = False
 
     def init(self, params: Any) -> optax.OptState:
         """State of step 0, moments zero, float32: that of clip, Adam and decay as a chain, which checkpoints hold."""
@@ -97,7 +99,7 @@ class Optimizer:
 def make_optimizer(config: OptimizerConfig) -> Optimizer:
     """The optimizer of a run (dspark_spec 3)."""
     adam = optax.scale_by_adam(b1=config.betas[0], b2=config.betas[1], eps=config.eps, mu_dtype=jnp.float32)
-    return Optimizer(adam, config.weight_decay, config.max_grad_norm)
+    return Optimizer(adam, config.weight_decay, config.max_grad_norm, config.fused)
 
 
 def group_of(path: tuple[Any, ...]) -> str:

@@ -195,7 +195,7 @@ def make_apply(
         step = Step(scale * options.optimizer.clip(norm), rate, usable, count)
 
         def update(path: Any, param: jax.Array, mu: jax.Array, nu: jax.Array, gradient: jax.Array, at: Placed) -> Any:
-            if not can_fuse(param, at.moment_sharding):
+            if not (options.optimizer.fused and can_fuse(param, at.moment_sharding)):
                 return plain_update(options.optimizer, step, param, mu, nu, gradient)
             rounded = options.dtype if path_name(path) in accumulator.rounded else None
             return fused_update(

@@ -20,7 +20,7 @@ from train.metrics import CompileCounter
 from train.optimizer import make_optimizer, make_schedule
 from train.sharding import batch_shardings, make_mesh, place, replicated
 from train.state import new_state, zero_accumulator
-from train.step import StepOptions, compile_programs, make_accumulate
+from train.step import StepOptions, compile_programs, make_accumulate, make_apply
 
 LENGTH = 24
 OBJECTIVE = ObjectiveConfig(num_anchors=6, chunk_rows=16)
@@ -202,6 +202,17 @@ def test_float32_masters_whatever_the_compute(draft, dtype):
     for tree in (state.params, dataclasses.replace(accumulator, rounded={}), metrics):
         assert {str(x.dtype) for x in jax.tree.leaves(tree)} - {"int32"} == {"float32"}
     assert {str(x.dtype) for x in jax.tree.leaves(state.opt_state)} == {"float32", "int32"}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_our_optimizer_kernel_only_where_asked_for(draft, monkeypatch, fused):
+    asked = []
+    monkeypatch.setattr("train.step.can_fuse", lambda leaf, sharding: asked.append(leaf.shape))
+    options, state = options_of(draft, fused=fused), fresh_state(draft)
+    placed = place(state.params, MESH)
+    empty = zero_accumulator(state.params, placed, zero_sums(draft.block_size), jnp.float32)
+    jax.eval_shape(make_apply(options, MESH), state, empty)
+    assert len(asked) == (len(jax.tree.leaves(state.params)) if fused else 0)
 
 
 def test_small_updates_are_not_rounded_away(draft):

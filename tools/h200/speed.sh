@@ -23,6 +23,7 @@ for wanted in $PARTS; do
     shapes)
       for shape in glm-5.2 qwen3-4b; do part shapes python3 -m benchmarks.step --repeats 8 --length ${LENGTHS##* } --shape $shape $SIZES; done
       step shapes --length ${LENGTHS##* } --rematerialise
+      step shapes --length ${LENGTHS%% *} --fused
       step shapes --length ${LENGTHS%% *} --xla xla_gpu_dot_merger_threshold_mb=0 ;;
     attention) part attention python3 -m benchmarks.attention --length $LENGTHS $SIZES ;;
     grow) part grow python3 -m benchmarks.grow --out "$OUT/growth.png" --fast-compile --repeats 6 ${GROW:-} $SIZES ;;
