@@ -58,11 +58,11 @@ def run(config: RunConfig, *, target: Any = None, world: World | None = None) ->
         checkpoints = Checkpoints(folder, replace(config.checkpoint, best_metric=config.best_metric))
         try:
             first = begin(config, parts, checkpoints, start, world)
-            tracker = world.attempt("opening trackers", lambda: _open_trackers(config, run_dir, start, world))
             evaluation = None
             if config.eval.every:
                 evaluation = world.attempt("reading evaluation prompts", lambda: _evaluation(config, parts, world))
                 world.agree("the evaluation's prompts", evaluation.facts())
+            tracker = world.attempt("opening trackers", lambda: _open_trackers(config, run_dir, start, world))
             loop = Loop(config, parts, first, checkpoints, tracker, compiles, evaluation, world)
             try:
                 with StopRequest(_PATIENCE_SECONDS if world.size > 1 else 0.0) as stop:
