@@ -28,7 +28,13 @@ HEARTBEAT_SECONDS = 60
 
 
 class DistributedError(RuntimeError):
-    """Processes that cannot work as one; the message names the hosts and what differs between them."""
+    """Processes that cannot work as one; the message names the hosts and what differs between them.
+
+    Attributes:
+        kinds: names of the exceptions that other processes raised.
+    """
+
+    kinds: frozenset[str] = frozenset()
 
 
 class PeerLostError(DistributedError):
@@ -176,7 +182,9 @@ class World:
         failed = [
             f"  rank {rank} on {host}: {message}" for rank, (host, message) in enumerate(reports) if message is not None
         ]
-        raise DistributedError(f"{what} failed on another process:\n" + "\n".join(failed))
+        error = DistributedError(f"{what} failed on another process:\n" + "\n".join(failed))
+        error.kinds = frozenset(message.split(":")[0] for _, message in reports if message is not None)
+        raise error
 
     def agree(self, what: str, value: Any) -> None:
         """Refuse to go on unless every process has the same value.

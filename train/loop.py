@@ -8,13 +8,14 @@ from . import assembly, launch, resume
 from .assembly import Assembled
 from .checkpoint import CHECKPOINTS, Checkpoints
 from .config import RunConfig
-from .distributed import PeerLostError, World
+from .distributed import DistributedError, PeerLostError, World
 from .evaluate.in_loop import InLoopEvaluation
 from .logbook import tell
 from .metrics import CompileCounter
 from .signals import StopRequest
 from .start import begin
 from .steps import Loop, RunResult
+from .stored import CheckpointError
 from .topology import Topology
 from .tracker import CompositeTracker, open_trackers
 
@@ -71,8 +72,10 @@ def run(config: RunConfig, *, target: Any = None, world: World | None = None) ->
                 tracker.finish()
         except PeerLostError:
             raise  # to end a save properly would take the lost process; what is complete stays
-        except BaseException:
-            checkpoints.close(_SAVE_SECONDS if world.size > 1 else None)
+        except BaseException as error:
+            # A process whose part of a save has failed is gone: the others would wait for it until they are ended.
+            torn = isinstance(error, DistributedError) and CheckpointError.__name__ in error.kinds
+            checkpoints.close((0.0 if torn else _SAVE_SECONDS) if world.size > 1 else None)
             raise
         checkpoints.close()
         return result

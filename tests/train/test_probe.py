@@ -49,7 +49,7 @@ def test_a_target_no_draft_can_be_served_for_fails(qwen3, tmp_path, capsys):
     assert main(["probe", "--target", str(folder), "--device", "cpu"]) == 1
     text = capsys.readouterr().out
     assert "FAIL  SGLang serves DSpark: no: Qwen2ForCausalLM" in text
-    assert text.rstrip().endswith("PROBE FAIL: 2 of 9 points")
+    assert text.rstrip().endswith("PROBE FAIL: 2 of 10 points")
 
 
 def test_wrong_use(qwen3, tmp_path, capsys):
