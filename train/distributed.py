@@ -182,9 +182,9 @@ class World:
         failed = [
             f"  rank {rank} on {host}: {message}" for rank, (host, message) in enumerate(reports) if message is not None
         ]
-        error = DistributedError(f"{what} failed on another process:\n" + "\n".join(failed))
-        error.kinds = frozenset(message.split(":")[0] for _, message in reports if message is not None)
-        raise error
+        lost = DistributedError(f"{what} failed on another process:\n" + "\n".join(failed))
+        lost.kinds = frozenset(message.split(":")[0] for _, message in reports if message is not None)
+        raise lost
 
     def agree(self, what: str, value: Any) -> None:
         """Refuse to go on unless every process has the same value.
