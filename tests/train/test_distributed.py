@@ -56,7 +56,7 @@ def test_processes_agree_and_a_failure_of_one_reaches_all():
         print("OWN", error)
     except DistributedError as error:
         print("OTHER", error)
-    world.barrier("end")
+    world.close()  # leaving with gloo's threads at work can end in an abort
     print("done")
     """
     )
@@ -129,7 +129,7 @@ def test_both_frameworks_in_the_same_processes():
         check_devices(world, 5)
     except DistributedError as error:
         print(error)
-    world.barrier("end")
+    world.close()
     stop_jax(topology)
     """
     )
