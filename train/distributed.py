@@ -175,15 +175,14 @@ class World:
             failure = error
         if not self.any(failure is not None, what):
             return result  # type: ignore[return-value]
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        told = None if failure is None else (type(failure).__name__, str(failure))
         reports = self.gather((self.topology.host, told), what)
         if failure is not None:
             raise failure
-        failed = [
-            f"  rank {rank} on {host}: {message}" for rank, (host, message) in enumerate(reports) if message is not None
-        ]
-        lost = DistributedError(f"{what} failed on another process:\n" + "\n".join(failed))
-        lost.kinds = frozenset(message.split(":")[0] for _, message in reports if message is not None)
+        failed = [(rank, host, *told) for rank, (host, told) in enumerate(reports) if told is not None]
+        lines = [f"  rank {rank} on {host}: {kind}: {message}" for rank, host, kind, message in failed]
+        lost = DistributedError(f"{what} failed on another process:\n" + "\n".join(lines))
+        lost.kinds = frozenset(kind for _, _, kind, _ in failed)
         raise lost
 
     def agree(self, what: str, value: Any) -> None:
