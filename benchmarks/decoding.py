@@ -2,7 +2,8 @@
 
     python -m benchmarks.decoding DRAFT TARGET --prompts 32 --tokens 128 --batch 16 1
 
-Processor time, compiling included, and not the clock's: it can be compared on a machine that does other work too. Set OMP_NUM_THREADS=1.
+Processor time, compiling included, and not the clock's: it can be compared on a machine that does other work too.
+Set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
